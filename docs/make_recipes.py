@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))  # also without an installed package
 from generated_part import DOCS, GeneratedPart  # noqa: E402
 
 from shmap_tp.config.compose import load  # noqa: E402
-from shmap_tp.config.mesh_sizes import product_in_words  # noqa: E402
 from shmap_tp.config.schema import Config  # noqa: E402
+from shmap_tp.config.validate import product_in_words  # noqa: E402
 from shmap_tp.model.flops import parameters  # noqa: E402
 
 PLAN = re.compile(

@@ -11,10 +11,9 @@ import os
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-from shmap_tp.config.mesh_sizes import keys_in_words, product_in_words
 from shmap_tp.config.schema import AUTO, Config, DataConfig, MeshConfig, Resume
 from shmap_tp.config.sources import describe_shares, each_source, phases
-from shmap_tp.config.validate import resolve_auto
+from shmap_tp.config.validate import keys_in_words, product_in_words, resolve_auto
 from shmap_tp.config.values import SCHEMES, value_of
 from shmap_tp.data.batches import (
     check_alike,
@@ -96,7 +95,7 @@ def _check_directories(config: Config) -> None:
         path = value_of(config, key)
         if path is None or "://" in path or (key == "data.dir" and config.data.source != STDLIB):
             continue
-        there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if part.exists())
+        there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.exists(part))
         if not there.is_dir():
             raise UserError(f"{key}={path} cannot be written: {there} is a file; choose another")
         if not os.access(there, os.W_OK):

@@ -106,7 +106,7 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
     read the same.  Only process 0 prints to stdout.  An error, an interrupt or the loss of one process ends all.
     Raises UserError if the arguments of several processes do not suit each other, or a device lacks memory.
     """
-    from shmap_tp.config.process_arguments import validate_process_arguments
+    from shmap_tp.config.validate import validate_process_arguments
 
     if arguments.processes < 1:
         raise UserError(f"--processes {arguments.processes} must be at least 1")

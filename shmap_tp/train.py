@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     """Train as the command line `argv` says (default: sys.argv); returns the exit code.  `command` is its name."""
     arguments = _parser(command).parse_intermixed_args(argv)
     from shmap_tp.config.compose import CONF, quoted
-    from shmap_tp.config.process_arguments import validate_process_arguments
+    from shmap_tp.config.validate import validate_process_arguments
     from shmap_tp.errors import ShmapTpError, UserError
     from shmap_tp.pretrained.configuration import load
 

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 from shmap_tp.api import Model, build, finished
 from shmap_tp.config.compose import to_dict
-from shmap_tp.config.mesh_sizes import mesh_shape
 from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import mesh_shape
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options

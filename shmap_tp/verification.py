@@ -11,9 +11,8 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from shmap_tp.config.mesh_sizes import mesh_shape, named_sizes
 from shmap_tp.config.schema import Config
-from shmap_tp.config.validate import validate
+from shmap_tp.config.validate import mesh_shape, named_sizes, validate
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.data.batches import Batches, isolating_token
 from shmap_tp.data.location import bucket_messages, open_file_system

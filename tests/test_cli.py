@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from shmap_tp.errors import shown
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
 from tests.helpers.commands import call_main
@@ -73,7 +72,6 @@ def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsy
 
 NOT_DIRECTORIES = {
     "a file": ("FILE", "run.dir run.compilation_cache"),
-    "a name of 300 bytes": ("a" * 300, "run.dir data.dir"),
     "a URL": ("foo://bar", "run.dir checkpoint.dir data.dir"),
     "a place that cannot be written": ("/proc/nothing", "run.dir"),
     "nothing": ("", "run.dir checkpoint.dir run.compilation_cache"),
@@ -92,21 +90,21 @@ def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, cap
     before = jax.config.jax_compilation_cache_dir
     message = refused(monkeypatch, capsys, "--cfg", FIRST, *given)
     assert jax.config.jax_compilation_cache_dir == before
-    assert message.startswith("error: ") and key in message and shown(path) in message
+    assert message.startswith("error: ") and key in message and path in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "file").read_text() == ""
 
 
 def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     message = refused(monkeypatch, capsys, "--cfg", FIRST, f"run.name={'ü' * 150!r}")
-    assert "run.dir=runs/üü" in message and "has a name of 300 bytes" in message
-    assert not list(tmp_path.iterdir())
+    assert "run.dir=runs/üü" in message and "cannot be written: File name too long" in message
+    assert not list(tmp_path.glob("runs/*"))
 
 
 BAD_LINES = {
     "--cfg": "expected one argument",
-    "--cfg=": "--cfg  is not a file; name a YAML file",
-    "--cfg=nope.yaml": "--cfg nope.yaml: no such file",
+    "--cfg=": "--cfg : there is no such file that ends in .yaml",
+    "--cfg=nope.yaml": "--cfg nope.yaml: there is no such file",
     "--resumee": "unrecognized arguments: --resumee",
 }
 

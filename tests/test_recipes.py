@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from shmap_tp import prepare, train
-from shmap_tp.config.mesh_sizes import product_in_words
+from shmap_tp.config.validate import product_in_words
 from shmap_tp.hardware.devices import GENERATIONS, GIB
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.tpu import find_slice

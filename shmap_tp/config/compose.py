@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
-    GrammarParseError,
-    InterpolationResolutionError,
     InterpolationToMissingValueError,
     OmegaConfBaseException,
     ValidationError,
@@ -35,21 +33,13 @@ from shmap_tp.config.packaged import CONF, as_installed
 from shmap_tp.config.run_directory import in_its_place
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
-from shmap_tp.config.values import SECTIONS, check_sections, check_values, expected_type, keys
-from shmap_tp.config.yaml_source import check_files, read_text
+from shmap_tp.config.values import RULES, SECTIONS, expected_type
 from shmap_tp.errors import UserError, first_line, has_control_characters, shown
 
 KEY = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(\.[A-Za-z_0-9]+)*")
-MAX_OVERRIDE = 3000
-"""Characters of one key=value."""
-MAX_KEY = 200
-"""Characters of the key in it."""
-MAX_BRACKETS = 50
-"""Opening brackets of one key=value."""
 IN_TOKENS = ("train.steps", "optimizer.warmup_steps", "optimizer.decay_steps")
 """Keys that may be given as a number of tokens instead of steps."""
 TOKENS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMBT]?) tokens")
-
 
 DeriveModel = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """The given keys of the `model` section -> the keys that follow from model.from_pretrained."""
@@ -61,33 +51,30 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
     `derive_model` (pretrained/configuration.py) is for commands that support model.from_pretrained.  The config.yaml of
     a run that was moved or copied is that of its new place (`run_directory`).
     Raises UserError: the file cannot be read, a key or option is unknown, a value has the wrong type or is missing, or
-    a rule of `validate` is broken.
+    a rule of `schema.py` or `validate.py` is broken.
     """
-    path, name = _resolved(os.fspath(file)), shown(file)
-    search = [] if path.parent == CONF else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
-    given = [_to_hydra(item, path.parent) for item in overrides]
-    groups = (item.partition("=") for item in given if not item.startswith("++"))
-    try:
-        check_files(path, [path.parent, CONF], {group: json.loads(option) for group, _, option in groups})
-        os.getcwd()  # which Hydra asks for
-        with warnings.catch_warnings(), initialize_config_dir(str(path.parent), version_base="1.3"):
-            # without _self_ the file's own values come last, as they should
-            warnings.filterwarnings("ignore", "(?s)In .* Defaults list is missing `_self_`", UserWarning)
-            values = compose(path.name, overrides=search + given)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, name, overrides)) from error
-    except UserError:
-        raise
-    except FileNotFoundError as error:
-        raise UserError("the working directory does not exist any more; change to another: cd DIRECTORY") from error
-    except ValueError as error:  # such as of a header "# @package" without a value
-        raise UserError(f"{name}: {shown(first_line(error))}; correct that value") from error
-    except RecursionError:
-        raise UserError(f"{name}: its defaults list names files that name each other; end the circle") from None
+    path, name = Path(file).absolute(), os.fspath(file)
+    if path.suffix != ".yaml" or not path.is_file():
+        example = as_installed("conf/config.yaml")
+        raise UserError(f"--cfg {name}: there is no such file that ends in .yaml; name one such as {example}")
+    values = _composed(path, name, overrides)
     config = from_values(_in_steps(_with_derived_model(values, derive_model, name)), name, overrides)
     config = in_its_place(config, Path(file), overrides)
     validate(config)
     return config
+
+
+def _composed(path: Path, name: str, overrides: Sequence[str]) -> Any:
+    """The values of a file and its groups, with `overrides`, as Hydra composes them."""
+    given = [_to_hydra(item, path.parent) for item in overrides]
+    search = [] if path.parent == CONF else [f"hydra.searchpath=[{quoted(f'file://{CONF}')}]"]
+    try:
+        with warnings.catch_warnings(), initialize_config_dir(str(path.parent), version_base="1.3"):
+            # without _self_ the file's own values come last, as they should
+            warnings.filterwarnings("ignore", "(?s)In .* Defaults list is missing `_self_`", UserWarning)
+            return compose(path.name, overrides=search + given)
+    except Exception as error:  # of Hydra, OmegaConf and the YAML reader, for whatever a file holds
+        raise UserError(_explain(error, name, overrides)) from error
 
 
 def _with_derived_model(values: Any, derive: DeriveModel | None, file: str) -> Any:
@@ -137,17 +124,13 @@ def from_values(values: Any, file: str, overrides: Sequence[str] = ()) -> Config
 
 def _to_config(values: Any, file: str) -> Config:
     """As `from_values`, but raises also the errors of OmegaConf."""
-    check_sections(OmegaConf.to_container(values), file)
     named = [section for section in ("run", "model", "data", "train", "optimizer") if section in values]
     merged = OmegaConf.merge(_schema(*named), values)
-    missing = sorted(OmegaConf.missing_keys(merged))
-    if missing:
+    if missing := sorted(OmegaConf.missing_keys(merged)):
         raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
-    check_values(OmegaConf.to_container(values, resolve=True), file)
     config = OmegaConf.to_object(merged)
-    dp = config.mesh.dp
-    if isinstance(dp, str) and dp.isascii() and dp.isdecimal() and len(dp) < 20:  # a number in quotes, or of oc.env
-        config.mesh.dp = int(dp)
+    if isinstance(config.mesh.dp, str) and config.mesh.dp.isdecimal():  # a number in quotes, or of oc.env
+        config.mesh.dp = int(config.mesh.dp)
     return config
 
 
@@ -156,21 +139,6 @@ def _schema(*named: str) -> Any:
     """The types of all keys, and the default values of the sections `named`; not to be changed."""
     defaults = {section: OmegaConf.load(CONF / f"{section}_defaults.yaml") for section in named}
     return OmegaConf.merge(OmegaConf.structured(Config), defaults)
-
-
-def _resolved(file: str) -> Path:
-    """The absolute path of the --cfg `file`, which can be read."""
-    if has_control_characters(file) or "://" in file:
-        example = as_installed("conf/config.yaml")
-        raise UserError(f"--cfg {shown(file)} is not a path of this machine; name a file such as {example}")
-    try:
-        path = Path(file).resolve()
-    except (OSError, RuntimeError) as error:  # a loop of symbolic links
-        raise UserError(f"--cfg {shown(file)} cannot be read: {shown(error)}; name another file") from error
-    read_text(path, f"--cfg {shown(file)}")
-    if path.suffix != ".yaml":
-        raise UserError(f"--cfg {shown(file)}: the file name must end in .yaml; rename it")
-    return path
 
 
 def to_yaml(config: Config) -> str:
@@ -186,21 +154,10 @@ def to_dict(config: object) -> dict:
 def _to_hydra(override: str, directory: Path) -> str:
     """Translate `key=value` to Hydra's grammar.  The prefix ++ allows keys that are in the schema but not in the file;
     `load` rejects those that are in neither."""
-    name = shown(override)
-    if has_control_characters(override):
-        raise UserError(f"{name}: has a line break or a control character; remove it")
-    if len(override) > MAX_OVERRIDE or len(re.findall(r"[\[{(]", override)) > MAX_BRACKETS:
-        raise UserError(
-            f"{name}: has more than {MAX_OVERRIDE} characters or {MAX_BRACKETS} brackets; write the value in a file"
-        )
-    if override.startswith(("+", "~")):
-        raise UserError(f"{name}: keys cannot be added or deleted; write key=value")
-    key, equals, value = override.partition("=")
-    if not equals or not KEY.fullmatch(key):
+    name, (key, equals, value) = shown(override), override.partition("=")
+    if not equals or not KEY.fullmatch(key) or has_control_characters(override):
         way_out = f"--cfg {name}" if override.endswith((".yaml", ".yml")) else "for example train.steps=400"
         raise UserError(f"{name!r} is not key=value; write {way_out}")
-    if len(key) > MAX_KEY:  # Hydra looks for files of that name
-        raise UserError(f"{name}: unknown key; shmap_tp/config/schema.py lists all keys")
     if key.partition(".")[0] == "hydra":
         raise UserError(f"{name}: settings of Hydra itself have no effect here; leave it out")
     groups = [place / key for place in (CONF, directory)] if key.isidentifier() else []
@@ -219,32 +176,20 @@ def quoted(text: str) -> str:
 
 
 def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
-    """One line for the user about an error of Hydra or OmegaConf: place, cause, way out."""
-    if isinstance(error, MissingConfigException):
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        if error.options:
-            return f"{group}={option}: there is no such {group}; use one of {', '.join(error.options)}"
-        return (
-            f"{file}: its defaults list names {error.missing_cfg_file}.yaml, which is neither beside it nor in {CONF}"
-        )
-    if isinstance(error, HydraException) and isinstance(error.__cause__ or error.__context__, OmegaConfBaseException):
-        error = error.__cause__ or error.__context__
+    """One line for the user about an error of Hydra, OmegaConf or YAML: place, cause, way out."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
+        error = cause
     if key := getattr(error, "full_key", None):
         given = any(f"{item.partition('=')[0]}.".startswith(f"{key}.") for item in overrides)
         return _explain_key(error) if given else f"{file}: {_explain_key(error)}"
-    message = shown(first_line(error))
-    if message.startswith("Cannot merge"):
-        return f"{file}: a list cannot be merged with keys; give the whole list, for example train.profile=[10,12]"
-    if "No match in the defaults list" in message:
-        use = as_installed("use conf/config.yaml, or set single keys")
-        return f"{file}: has no defaults list to override ({message}); {use}"
-    override = getattr(error, "override", None)
-    if override or message.startswith(("Ambiguous", "Sweep")):  # Hydra's grammar gives commas, brackets, = a meaning
-        if message.startswith(("LexerNoViable", "Error parsing")):
-            message = "cannot be parsed"
-        what = f"{shown(override.lstrip('+'))}: {message}" if override else message.replace("++", "")
-        return f"""{what}; quote a value that has special characters: 'key="a,b"'"""
-    return f"{file}: {message}"
+    if override := getattr(error, "override", None):  # Hydra's grammar gives commas, brackets, = a meaning
+        return f"""{shown(override.lstrip("+"))} cannot be parsed; quote special characters: 'key="a,b"'"""
+    is_known = isinstance(error, HydraException | OmegaConfBaseException)
+    message = shown(first_line(error) if is_known else " ".join(str(error).split())).replace("++", "")
+    if message.startswith(("Ambiguous", "Sweep")):
+        return f"""{message}; quote a value that has special characters: 'key="a,b"'"""
+    return f"{file}: {message}; correct that"
 
 
 def _explain_key(error: OmegaConfBaseException) -> str:
@@ -252,26 +197,22 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     key = error.full_key
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return f"unknown key {key}; {_suggest(key)}"
-    if isinstance(error, ValidationError) and "." in key:
+    if isinstance(error, ValidationError):
         value = None if str(error.value) == "None" else error.value  # a node of OmegaConf
         return f"{key}={shown(value)} must be {expected_type(key)}"
     if isinstance(error, InterpolationToMissingValueError):
         return f"no value for {first_line(error).rpartition(': ')[2]}; give it in the file or as key=value"
-    way_out = "; correct its ${...}" if isinstance(error, InterpolationResolutionError | GrammarParseError) else ""
-    return f"{key}: {shown(first_line(error))}{way_out}"
+    return f"{key}: {shown(first_line(error))}; correct that value"
 
 
 def _suggest(unknown: str) -> str:
     """The known key that is meant: spelled alike in the same section, or the only one of this name in another."""
     section, _, word = unknown.rpartition(".")
-    every = [name for known in SECTIONS for name in [known, *keys(known)]]
-    near = [name for name in every if name.startswith(f"{section}.")] if section in SECTIONS else every
-    names = {name.rpartition(".")[2]: name for name in near}
+    every = [*SECTIONS, *RULES]
+    names = {
+        name.rpartition(".")[2]: name for name in every if name.startswith(f"{section}.") or section not in SECTIONS
+    }
     longer = [name for name in names if f"{name}_".startswith(f"{word}_") or f"{word}_".startswith(f"{name}_")]
-    same = [name for name in every if name.endswith(f".{word}")]
-    alike = [(names, 0.7), (longer, 0.5)]
-    if close := [
-        found for some, cutoff in alike for found in difflib.get_close_matches(word, some, n=1, cutoff=cutoff)
-    ]:
-        return f"did you mean {names[close[0]]}?"
-    return f"did you mean {same[0]}?" if len(same) == 1 else "shmap_tp/config/schema.py lists all keys"
+    close = [*difflib.get_close_matches(word, names, 1, 0.7), *difflib.get_close_matches(word, longer, 1, 0.5)]
+    meant = [names[name] for name in close[:1]] or [name for name in every if name.endswith(f".{word}")]
+    return f"did you mean {meant[0]}?" if len(meant) == 1 else "shmap_tp/config/schema.py lists all keys"

@@ -9,14 +9,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from shmap_tp.config.schema import Config
-from shmap_tp.config.yaml_source import saved_value
 from shmap_tp.errors import UserError
 
 HEADER = "# Written by shmap_tp at the start of the run in this directory, which will overwrite it."
 """First line of a config.yaml of this program."""
 OF_A_RUN = "time.jsonl", "metrics.jsonl", "checkpoints"
 """One of these is beside the config.yaml of a run that has started."""
+
+
+def saved_value(file: Any, key: str) -> Any:
+    """The value of `key` in `file`, the config.yaml of a run (a Path, or an epath.Path of a bucket).
+
+    Read without validation: a file of an earlier version may lack keys.  None if there is none, or if the file is not a
+    configuration.
+    """
+    try:
+        saved = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError, ValueError):
+        return None
+    for part in key.split("."):
+        saved = saved.get(part) if isinstance(saved, dict) else None
+    return saved
 
 
 def saved_checkpoint_dir(file: Any) -> str | None:

@@ -1,7 +1,6 @@
-"""The names and types of all configuration keys, each with a sentence.  Their values are in `conf/` only.  No JAX is
-imported, so that a configuration can be read, checked and printed on a machine without devices."""
+"""The names, types and rules of all configuration keys, each with a sentence.  Their values are in `conf/` only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -22,7 +21,6 @@ LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
 AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
 Remat = StrEnum("Remat", ["none", "full", "attention_output", "attention", "mlp", "attention_and_up", "all_matmuls"])
 SavedActivation = StrEnum("SavedActivation", "input sublayer_output query_key_value attention_output gate up")
-"""Activations of a block that can be saved for its backward pass; see `model/remat.py`."""
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
 MomentumDtype = StrEnum("MomentumDtype", ["float32", "bfloat16"])
@@ -30,23 +28,27 @@ HeldIn = StrEnum("HeldIn", [*Precision, "int8"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
-AUTO = "auto"
-"""Value of mesh.dp that means all devices divided by mesh.cp and mesh.mp."""
+AUTO = "auto"  # the value of mesh.dp that means all devices divided by mesh.cp and mesh.mp
+
+
+def key(**rules: Any) -> Any:
+    """A field whose value has rules, which `values.py` explains and checks."""
+    return field(metadata=rules)
 
 
 @dataclass
 class RunConfig:
     name: str
     """Name of the run in logs, plots and W&B."""
-    dir: str
+    dir: str = key(schemes=())
     """Run directory, which holds config.yaml, metrics.jsonl, loss.png and, by default, checkpoints/."""
-    seed: int
+    seed: int = key(least=0, below=2**32)
     """Seed of the initial parameters and of the data order."""
-    compilation_cache: str | None
+    compilation_cache: str | None = key(schemes=())
     """Directory where compiled programs are kept between runs; null disables the cache."""
-    join_timeout_seconds: int
+    join_timeout_seconds: int = key(below=10**6)
     """How long a process waits at the start until all other processes have joined."""
-    lost_timeout_seconds: int
+    lost_timeout_seconds: int = key(least=5, below=10**6)
     """Heartbeat time-out: a process that is silent for this long is considered lost, and the others exit."""
     compiler_options: dict[str, str]
     """XLA options for compiling the training step; they override those of `hardware/xla_options.py`."""
@@ -56,13 +58,13 @@ class RunConfig:
 
 @dataclass
 class MeshConfig:
-    dp: int | str
+    dp: int | str = key(below=2**16)
     """Data-parallel size; `auto` (for training only) is the number of devices divided by cp and mp."""
-    mp: int
+    mp: int = key(below=2**16)
     """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
-    cp: int
+    cp: int = key(below=2**16)
     """Context-parallel size: the devices over which each row is split, in 2 chunks each; 2 cp divides model.context."""
-    ep: int
+    ep: int = key(below=2**16, unless=1, needs="model.experts")
     """Expert-parallel size: the dp ranks over which experts are sharded, besides mp; a divisor of dp / slices."""
     tensor_parallel: TensorParallelMode
     """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are
@@ -73,12 +75,12 @@ class MeshConfig:
     zero: Zero
     """What is sharded over dp and cp.  none: nothing.  zero1: the optimizer state and its update (ZeRO-1). fsdp: also
     the parameters, which are all-gathered layer by layer (ZeRO-3)."""
-    fsdp_gradients: FsdpGradients
+    fsdp_gradients: FsdpGradients = key(unless="reduce_scatter", needs="mesh.zero=fsdp")
     """How the gradients of FSDP weights are reduced.  reduce_scatter: one reduce-scatter after each weight-gradient
     matmul.  ring: in ring steps, each of which overlaps the matmul of the next chunk."""
-    slices: int
+    slices: int = key(below=2**16)
     """How many slices (devices with a fast network of their own) dp spans; FSDP sends only shards between them."""
-    processes: int
+    processes: int = key(below=2**16)
     """Number of processes: one per host, under Slurm per GPU.  Without TPUs, GKE or Slurm they need --coordinator."""
 
     @property
@@ -91,9 +93,9 @@ class MeshConfig:
 class AdapterConfig:
     """Low-rank adapters (LoRA): (alpha / rank) (x a) b, added to x @ each of `matrices`; only a and b are trained."""
 
-    rank: int
+    rank: int = key(least=0, below=2**16)
     """r, the size between a and b; 0: no adapters, all parameters are trained."""
-    alpha: float
+    alpha: float = key(above=0, usual="the rank, or twice the rank,")
     """What the product of the factors is multiplied by, before it is divided as `scale` says."""
     scale: AdapterScale
     """rank: alpha / r.  sqrt_rank: alpha / sqrt(r) (rsLoRA)."""
@@ -110,56 +112,56 @@ class ModelConfig:
     from_pretrained: str | None
     """A Hugging Face directory (config.json and *.safetensors), or a model's name on the hub.  The other keys of this
     section follow from its config.json, and a new run starts from its weights; null starts from random ones."""
-    width: int
+    width: int = key(below=2**24)
     """D, the size of the residual stream."""
-    layers: int
+    layers: int = key(below=2**16)
     """Number of blocks."""
-    heads: int
+    heads: int = key(below=2**16)
     """H, the number of query heads; mp must divide it."""
-    kv_heads: int
+    kv_heads: int = key(below=2**16)
     """N, key/value heads; it divides `heads`.  mp must divide it or be a multiple of it (heads are then replicated)."""
-    head_dim: int
+    head_dim: int = key(below=2**16)
     """K, the size of one head; it need not be width / heads."""
-    ffn: int
+    ffn: int = key(below=2**24)
     """F, the hidden size of the MLP, which mp must divide, or of each expert."""
-    experts: int
+    experts: int = key(least=0, below=2**16)
     """E, the number of experts in place of each MLP; ep x mp must divide it.  0: an MLP."""
-    experts_per_token: int
+    experts_per_token: int = key(below=2**16)
     """How many experts compute each token, those with the highest scores."""
-    expert_capacity: float | None
+    expert_capacity: float | None = key(needs="model.experts")
     """For mesh.ep: the most rows a device sends another, relative to even load; others are dropped.  null: all rows."""
     router_scores: RouterScores
     """Scores of the experts, from a token times the router's weight: softmax over all, or sigmoid of each."""
     router_normalize: bool
     """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
-    router_bias_rate: float | None
+    router_bias_rate: float | None = key(least=0, needs="model.experts")
     """How far a step moves each expert's bias, added to its score for the choice alone, to even loads; null: none."""
-    router_balance_loss: float
+    router_balance_loss: float = key(least=0, unless=0, needs="model.experts")
     """Weight of the load-balancing loss, which is 1 in each block where all experts are chosen alike; 0: none."""
-    router_z_loss: float
+    router_z_loss: float = key(least=0, unless=0, needs="model.experts")
     """Weight of the router's squared log-partition term (ST-MoE, section 3.2), in each block; 0: none."""
-    shared_expert_ffn: int
+    shared_expert_ffn: int = key(least=0, below=2**24, unless=0, needs="model.experts")
     """Hidden size of an MLP beside the experts that computes every token; mp must divide it.  0: none."""
     vocabulary: int
     """V, the number of token ids."""
     vocabulary_multiple: int
     """The embedding and output head are padded to a multiple of this, which mp must divide; the loss is the same."""
-    context: int
+    context: int = key(below=2**24)
     """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
     block: Block
     """parallel: attention and MLP read the same input and share their collectives.  parallel_two_norms: as parallel,
     but attention and MLP each have the scale and bias of a norm of their own.  sequential: MLP after attention."""
     norm: Norm
     """Normalisation layer.  rmsnorm_unit_offset: RMSNorm multiplied by 1 + weight instead of by the weight."""
-    norm_epsilon: float | None
+    norm_epsilon: float | None = key(above=0)
     """Added to the variance in a norm; null is 1e-5 for layernorm and 1e-6 for the others."""
-    norm_bias: bool
+    norm_bias: bool = key(unless=False, needs="model.norm=layernorm")
     """Whether every LayerNorm adds a bias."""
-    norm_placement: NormPlacement
+    norm_placement: NormPlacement = key(unless="before", needs="model.block=sequential")
     """For block=sequential: whether the input of attention and MLP is normalised (before), their output, or both."""
     qk_norm: bool
     """Whether each head of q and k is normalised, before the rotary encoding, by an RMSNorm like that of `norm`."""
-    qk_norm_across_heads: bool
+    qk_norm_across_heads: bool = key(unless=False, needs="model.qk_norm=true")
     """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
     mlp: Mlp
     """gelu: in its tanh form.  gelu_erf: exact.  swiglu, geglu: a gate projection, by SiLU or the tanh form of GELU.
@@ -170,51 +172,51 @@ class ModelConfig:
     """Whether the output projection of attention adds a bias."""
     mlp_bias: bool
     """Whether the projections of the MLP add a bias; or those of each expert, and the router."""
-    head_bias: bool
+    head_bias: bool = key(unless=False, needs="model.tie_embeddings=false")
     """Whether the output head adds a bias; it needs tie_embeddings=false."""
     positions: PositionKind
     """Position encoding."""
     rotary_base: float
     """For positions=rotary: pair k of R/2 is rotated by position x base^(-2k/R)."""
-    rotary_dim: int | None
+    rotary_dim: int | None = key(least=2, needs="model.positions=rotary")
     """For positions=rotary: R, how many elements of each head are rotated, the first ones; null is all of them."""
-    rotary_pairing: RotaryPairing
+    rotary_pairing: RotaryPairing = key(unless="half", needs="model.positions=rotary")
     """For positions=rotary: which elements form a pair.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
-    rotary_scaling: RotaryScaling
+    rotary_scaling: RotaryScaling = key(unless="none", needs="model.positions=rotary")
     """For positions=rotary.  llama3: rates whose wavelength exceeds original_context / low_frequency_factor are divided
     by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated.
     linear: all are divided by the factor.  yarn: as llama3, but interpolated from a whole pair (yarn_unrounded: from a
     fraction of one) to another, by number, and the rotated elements of q and k times rotary_amplitude."""
     rotary_scaling_factor: float
     """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
-    rotary_low_frequency_factor: float
+    rotary_low_frequency_factor: float = key(least=0)
     """For rotary_scaling=llama3 and yarn: rotations in the original context below which the rate is divided."""
-    rotary_high_frequency_factor: float
+    rotary_high_frequency_factor: float = key(least=0)
     """For rotary_scaling=llama3 and yarn: number of rotations in the original context above which the rate stays."""
     rotary_original_context: int
     """For rotary_scaling=llama3 and yarn: the context that the model was trained with before its rates were scaled."""
-    rotary_amplitude: float | None
+    rotary_amplitude: float | None = key(least=0)
     """For rotary_scaling=yarn: what the rotated elements of q and k are multiplied by; null: 0.1 log(factor) + 1."""
     window: int | None
     """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
     layer_pattern: list[LayerKind]
     """Which layers are local, which global, without the window, and which nope, global without the rotary encoding:
     repeated over the layers, the first layer has the first element.  [] makes all layers local."""
-    rotary_local_base: float | None
+    rotary_local_base: float | None = key(needs="model.positions=rotary model.window")
     """For positions=rotary: the base in local layers, whose rates are not scaled; null: as in the others."""
-    attention_softcap: float | None
+    attention_softcap: float | None = key(above=0)
     """Scores become softcap x tanh(score / softcap) before the mask; null: they stay as they are."""
     attention_scale_dim: int | None
     """Scores are divided by the square root of this; null: of head_dim."""
     attention_sinks: bool
     """Whether each head has a learned number, the sink, whose exp is added to the denominator of its softmax."""
-    logit_softcap: float | None
+    logit_softcap: float | None = key(above=0)
     """Logits become softcap x tanh(logit / softcap); null: they stay as they are."""
     tie_embeddings: bool
     """Whether the output head is the transposed embedding."""
-    embedding_scale: float
+    embedding_scale: float = key(above=0)
     """The embedding is multiplied by this, rounded to the dtype of the activations; 1 changes nothing."""
-    init_std: float
+    init_std: float = key(least=0)
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
     """Activation checkpointing: which activations of a block are saved, so that its backward pass does not recompute
@@ -238,13 +240,13 @@ class ModelConfig:
 class DataConfig:
     name: str
     """Name of the data in messages."""
-    dir: str | None
+    dir: str | None = key(schemes=("gs",))
     """Directory with train.bin, validation.bin and meta.json, or its URL, such as gs://bucket/data; null: `sources`."""
     sources: dict[str, Any]
     """Several directories, by name, in place of `dir`: {name: {dir, weight, from_step}}.  The weights are the shares of
     the sequences, and add up to 1: numbers such as 0.7, fractions such as 1/3, or one from each of several steps on,
     {0: 0.7, 1000: 0.5}.  The first from_step steps leave the source out: the other weights then add up to 1."""
-    cache: str | None
+    cache: str | None = key(schemes=())
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
     """stdlib: the run prepares it.  Else arguments of shmap_tp.prepare, printed if `dir` is empty; null: not known."""
@@ -258,28 +260,28 @@ class TrainConfig:
     steps: int
     """Total number of optimizer steps, including those before a resume.  Also as tokens, such as 10B tokens: the steps
     that read at least so many; so are the steps of the optimizer."""
-    batch: int
+    batch: int = key(below=2**24)
     """Global batch size: sequences per optimizer step, over all devices and microbatches."""
     microbatches: int
     """Gradient accumulation: the number of microbatches per step; dp must divide batch / microbatches."""
-    max_sequences_per_device: int | None
+    max_sequences_per_device: int | None = key(zero_is_null=True)
     """Upper limit of the sequences that a device computes at a time, for which `microbatches` is raised; null: none."""
     precision: Precision
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16.  float32
     on TPUs and GPUs has their default precision, unless the environment has JAX_DEFAULT_MATMUL_PRECISION=highest."""
-    z_loss: float
+    z_loss: float = key(least=0)
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int
     """Number of positions per device whose logits are in memory at a time."""
-    dpo_beta: float | None
+    dpo_beta: float | None = key(above=0, usual=0.1)
     """beta of direct preference optimisation, on data of `prepare --preferences`; 0.1 is usual.  null: none."""
-    dpo_label_smoothing: float
+    dpo_label_smoothing: float = key(least=0, below=0.5, unless=0, needs="train.dpo_beta")
     """For dpo_beta: the share of pairs whose preference is taken to be wrong; 0 is plain DPO."""
-    dpo_length_normalized: bool
+    dpo_length_normalized: bool = key(unless=False, needs="train.dpo_beta")
     """For dpo_beta: whether log-probabilities are means over an answer's tokens, not sums; 5 is then a usual beta."""
     profile: list[int] | None
     """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
-    check_replicas_every: int
+    check_replicas_every: int = key(least=0)
     """Steps between checks that all replicas of each parameter are bitwise equal; 0 disables them."""
 
 
@@ -287,34 +289,34 @@ class TrainConfig:
 class OptimizerConfig:
     name: OptimizerName
     """What updates the parameters.  muon: Muon for matrices of blocks, AdamW for the rest, with one learning rate."""
-    learning_rate: float
+    learning_rate: float = key(least=0)
     """Peak learning rate, reached at the end of the warm-up."""
-    final_learning_rate: float
+    final_learning_rate: float = key(least=0)
     """Learning rate at the end of the decay, and from then on."""
     schedule: Schedule
     """Learning rate after the warm-up.  cosine, linear: it decays until step decay_steps.  constant: the peak, to the
     last step.  wsd (warm-up, stable, decay): the peak, then a linear decay in the last steps before decay_steps."""
-    warmup_steps: int
+    warmup_steps: int = key(least=0)
     """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int
     """Step at which the decay ends: train.steps unless it is set.  The config.yaml of a run has it as a number."""
-    decay_fraction: float
+    decay_fraction: float = key(above=0, most=1, usual=0.1)
     """For schedule=wsd: the fraction of decay_steps, counted from its end, in which the learning rate decays."""
-    weight_decay: float
+    weight_decay: float = key(least=0)
     """Decoupled weight decay, applied to matrices but not to norm scales."""
-    beta1: float
+    beta1: float = key(least=0, below=1)
     """Decay rate of Adam's first moment."""
-    beta2: float
+    beta2: float = key(least=0, below=1)
     """Decay rate of Adam's second moment."""
-    epsilon: float
+    epsilon: float = key(above=0, usual=1e-8)
     """Added to the denominator of Adam's update."""
-    momentum: float
+    momentum: float = key(least=0, below=1)
     """For name=muon: what the (Nesterov) momentum is multiplied by before each gradient is added."""
     momentum_dtype: MomentumDtype
     """dtype of Adam's first moment and of Muon's momentum; bfloat16 saves 2 bytes a parameter, in checkpoints too."""
-    newton_schulz_steps: int
+    newton_schulz_steps: int = key(below=2**6)
     """For name=muon: iterations that orthogonalize a matrix; 5 is usual."""
-    clip_norm: float
+    clip_norm: float = key(above=0, infinite=True, usual=1)
     """Gradients with a larger global norm are scaled down to this norm."""
 
 
@@ -324,45 +326,43 @@ class GuardConfig:
 
     loss_spike_sigmas: float | None
     """Also skip steps whose loss is this many standard deviations above the running mean (6 is usual); null: never."""
-    window: int
+    window: int = key(least=2)
     """Number of steps of the running mean and deviation; the first `window` steps are never spikes."""
-    max_norm_change: float | None
-    """Also skip steps whose update would raise or lower the norm of all weights by more than this factor; null: never.
-    At the usual initialisation a learning rate of about 0.2 changes it by a factor of 10."""
+    max_norm_change: float | None = key(least=1.1)
+    """Also skip steps whose update would raise or lower the norm of all weights by a larger factor; null: never."""
     max_consecutive: int | None
     """Consecutive skipped steps that stop a run; null: no limit.  A checkpoint after 3 times as many is not resumed."""
 
 
 @dataclass
 class EvaluateConfig:
-    every: int
-    """Steps between evaluations; 0 evaluates only at the end.  Else a run that starts from given weights, such as those
-    of model.from_pretrained, is also evaluated before its first step, as step 0."""
+    every: int = key(least=0)
+    """Steps between evaluations; 0: only at the end.  Else a run from given weights is evaluated before step 1, too."""
     batches: int
     """Number of validation batches per evaluation, always the same ones."""
 
 
 @dataclass
 class SampleConfig:
-    every: int
+    every: int = key(least=0)
     """Steps between samples, texts that the model writes (terminal, samples.jsonl, ...); 0: only at the end."""
     prompts: list[str]
     """Texts that the model continues; [] writes no samples."""
     max_new_tokens: int
     """Tokens of each sample."""
-    temperature: float
+    temperature: float = key(least=0)
     """0 takes the most likely token each time."""
 
 
 @dataclass
 class CheckpointConfig:
-    dir: str
+    dir: str = key(schemes=("gs",))
     """Where checkpoints are written: a directory or a gs:// path."""
-    every: int
+    every: int = key(least=0)
     """Steps between checkpoints (skipped steps have none); 0 saves only at the end.  A stopped run always saves."""
-    keep: int
+    keep: int = key(least=2)
     """How many of the newest checkpoints are kept."""
-    keep_every: int | None
+    keep_every: int | None = key(zero_is_null=True)
     """Checkpoints at multiples of this step are kept forever; null keeps none of them."""
     resume: Resume
     """never: `dir` must hold no checkpoint.  must: continue from the newest.  if_present: continue if there is one."""
@@ -371,8 +371,7 @@ class CheckpointConfig:
 @dataclass
 class LogConfig:
     every: int
-    """Steps between printed lines where stderr is not a terminal, which shows a progress bar instead.  The first step
-    has a line, too, and no silence is longer than 30 seconds."""
+    """Steps between printed lines, if stderr is no terminal; the first step has one, too, and every 30 seconds one."""
     tensorboard: bool
     """Whether to write TensorBoard events to the run directory."""
     wandb: bool

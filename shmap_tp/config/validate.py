@@ -1,20 +1,17 @@
-"""The rules that a configuration must satisfy on any machine.
+"""The rules between several keys, on any machine.  The rules of one key are in its field of `schema.py`.
 
-Composition (`compose.py`) has checked names and types; this module checks sizes, divisibility and combinations.  What
-depends on the devices of the machine is checked where they are known: `parallel/mesh.py`, `layers/`.
+What depends on the devices of the machine is checked where they are known: `parallel/mesh.py`, `layers/`.
 """
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.context_parallel import check_context_parallel
-from shmap_tp.config.experts import check_experts
-from shmap_tp.config.mesh_sizes import product_in_words
 from shmap_tp.config.schema import (
     AUTO,
     GATED_MLPS,
-    AdapterConfig,
     Block,
     Config,
     DataConfig,
@@ -23,22 +20,21 @@ from shmap_tp.config.schema import (
     MeshConfig,
     ModelConfig,
     Norm,
-    NormPlacement,
     OptimizerConfig,
     PositionKind,
-    RotaryPairing,
     RotaryScaling,
-    SampleConfig,
     SavedActivation,
     Schedule,
     TensorParallelMode,
     TrainConfig,
-    Zero,
     padded_vocabulary,
 )
 from shmap_tp.config.sources import check_sources
-from shmap_tp.config.values import check_bounds, check_paths
+from shmap_tp.config.values import check_values
 from shmap_tp.errors import UserError, shown
+
+EXPERT_MATRICES = {"all", "mlp", "gate", "up", "down"}
+"""Names in model.adapter.matrices that would be of matrices of experts."""
 
 
 def validate(config: Config) -> None:
@@ -46,18 +42,17 @@ def validate(config: Config) -> None:
     mesh, model = config.mesh, config.model
     if isinstance(mesh.dp, str) and mesh.dp != AUTO:
         raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
-    check_paths(config)
+    check_values(config)
     _check_source(config.data)
     check_sources(config.data)
-    check_bounds(config)
-    _check_optimizer(config.optimizer, config.train.steps)
-    _check_prompts(config.sample)
+    _check_schedule(config.optimizer, config.train.steps)
     _check_profile(config.train)
-    _check_mp_divides_model(mesh, model)
-    check_context_parallel(config)
-    _validate_model(mesh, model)
-    _check_preferences(config.train, model.adapter)
-    _check_fsdp_gradients(mesh, model)
+    _check_mp(mesh, model)
+    _check_time_cut(mesh, model)
+    _check_experts(mesh, model)
+    _check_positions(model)
+    _check_layers(model)
+    _check_combinations(config)
     _check_batch(mesh, config.train)
 
 
@@ -86,6 +81,27 @@ def resolve_auto(config: Config, devices: int | None = None) -> Config:
     return replace(config, mesh=mesh, train=replace(train, microbatches=train.microbatches * factor))
 
 
+def validate_process_arguments(coordinator: str | None, process_id: int | None, processes: int) -> None:
+    """Check --coordinator and --process-id against mesh.processes.  Raises UserError."""
+    if coordinator is None and process_id is None:
+        return
+    if coordinator is None or process_id is None:
+        missing = "--coordinator HOST:PORT" if coordinator is None else "--process-id I"
+        raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
+    address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):([0-9]{1,5})", coordinator)
+    if not address or not 0 < int(address[2]) < 2**16:
+        raise UserError(
+            f"--coordinator {coordinator!r} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476, or "
+            f"[fd00::2]:8476 with IPv6; a port is from 1 to 65535"
+        )
+    if processes == 1:
+        raise UserError("--coordinator needs several processes, but mesh.processes=1; add --processes N")
+    if not 0 <= process_id < processes:
+        raise UserError(
+            f"--process-id {process_id} is out of range for --processes {processes}; use 0 to {processes - 1}"
+        )
+
+
 def _check_source(data: DataConfig) -> None:
     words = ["null"] if data.source is None else data.source.split()
     if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
@@ -95,18 +111,8 @@ def _check_source(data: DataConfig) -> None:
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig, steps: int) -> None:
-    _check_schedule(optimizer, steps)
-    if not 0 < optimizer.epsilon < math.inf:
-        raise UserError(f"optimizer.epsilon={optimizer.epsilon} must be above 0 and finite; 1.0e-8 is usual")
-    if not optimizer.clip_norm > 0:
-        raise UserError(f"optimizer.clip_norm={optimizer.clip_norm} must be above 0; 1.0 is usual")
-
-
 def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
     fraction, end, warmup = optimizer.decay_fraction, optimizer.decay_steps, optimizer.warmup_steps
-    if not 0 < fraction <= 1:
-        raise UserError(f"optimizer.decay_fraction={fraction} must be above 0 and at most 1; 0.1 is usual")
     if optimizer.schedule == Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
         return
     if end <= warmup:
@@ -123,28 +129,28 @@ def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
         )
 
 
-def _check_prompts(sample: SampleConfig) -> None:
-    if "" in sample.prompts:
-        raise UserError("sample.prompts has an empty text, which the model cannot continue; remove it")
-
-
 def _check_profile(train: TrainConfig) -> None:
     profile, steps = train.profile, train.steps
-    if profile is None:
-        return
-    is_pair = len(profile) == 2 and all(isinstance(step, int) for step in profile)
-    if not (is_pair and 1 <= profile[0] <= profile[1] <= steps):
+    is_pair = profile is None or (len(profile) == 2 and all(isinstance(step, int) for step in profile))
+    if not is_pair or (profile and not profile[0] <= profile[1] <= steps):
         raise UserError(
             f"train.profile={shown(profile)} must be [first, last], two steps from 1 to train.steps={steps}, "
             f"such as [{min(10, steps)},{min(12, steps)}]; null disables profiling"
         )
 
 
-def _check_mp_divides_model(mesh: MeshConfig, model: ModelConfig) -> None:
+def _check_mp(mesh: MeshConfig, model: ModelConfig) -> None:
     where = {"context": f"model {model.name}, mesh.tensor_parallel={mesh.tensor_parallel}"}
     for what, size in _cut_along_mp(mesh, model).items():
         in_model = where.get(what, f"model {model.name}")
         _check_divides("mesh.mp", mesh.mp, f"{what}={size} ({in_model})", size, _fitting_mp(mesh, model))
+    if model.heads % model.kv_heads:
+        raise UserError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor")
+    if model.kv_heads % mesh.mp and mesh.mp % model.kv_heads:
+        raise UserError(
+            f"mesh.mp={mesh.mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it;"
+            f" use mesh.mp in {{{', '.join(map(str, _fitting_mp(mesh, model)))}}}"
+        )
 
 
 def _cut_along_mp(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
@@ -154,32 +160,146 @@ def _cut_along_mp(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
         sizes["ffn"] = 0
         sizes |= {"experts": model.experts, "shared_expert_ffn": model.shared_expert_ffn}
     sizes = {what: size for what, size in sizes.items() if size}
-    is_time_cut = mesh.tensor_parallel != TensorParallelMode.all_reduce
-    return sizes | ({"context": model.context} if is_time_cut else {})
+    return sizes | ({} if mesh.tensor_parallel == TensorParallelMode.all_reduce else {"context": model.context})
 
 
 def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
     """What mesh.mp can be: what all sizes of the model allow."""
     sizes, kv_heads = _cut_along_mp(mesh, model).values(), model.kv_heads
-    fit = divisors(math.gcd(*sizes))
-    return [n for n in fit if kv_heads % n == 0 or n % kv_heads == 0]
+    return [n for n in divisors(math.gcd(*sizes)) if kv_heads % n == 0 or n % kv_heads == 0]
 
 
-def _check_fsdp_gradients(mesh: MeshConfig, model: ModelConfig) -> None:
-    if mesh.fsdp_gradients != FsdpGradients.ring:
+def _check_time_cut(mesh: MeshConfig, model: ModelConfig) -> None:
+    """Rows are cut in two chunks for each rank of cp, and their parts again over mp where its mode does that."""
+    is_cut_again = mesh.tensor_parallel != TensorParallelMode.all_reduce
+    parts, what = (math.lcm(2, mesh.mp), "2 and mesh.mp") if is_cut_again else (2, "2")
+    if mesh.cp > 1 and model.context % (mesh.cp * parts):
+        fit = [n for n in range(1, min(model.context, 1024) + 1) if model.context % (n * parts) == 0]
+        choices = f"mesh.cp in {{{', '.join(map(str, fit))}}}, or " if fit else ""
+        longer = -(-model.context // (mesh.cp * parts)) * mesh.cp * parts
+        raise UserError(
+            f"mesh.cp={mesh.cp}: model.context={model.context} (model {model.name}) cannot be cut in {mesh.cp} parts "
+            f"that {what} divide; use {choices}model.context={longer}"
+        )
+
+
+def _check_experts(mesh: MeshConfig, model: ModelConfig) -> None:
+    if not model.experts:
         return
-    if model.adapter.rank:
+    if model.experts_per_token > model.experts:
         raise UserError(
-            f"mesh.fsdp_gradients=ring cannot be combined with model.adapter.rank={model.adapter.rank}: the gradients "
-            f"of adapters are too small to overlap; use mesh.fsdp_gradients=reduce_scatter"
+            f"model.experts_per_token={model.experts_per_token} is above model.experts={model.experts} (model "
+            f"{model.name}); use at most {model.experts}"
         )
-    if mesh.zero != Zero.fsdp:
-        raise UserError(f"mesh.fsdp_gradients=ring needs mesh.zero=fsdp, but mesh.zero={mesh.zero}; set mesh.zero=fsdp")
-    if mesh.tensor_parallel == TensorParallelMode.collective_matmul:
+    if model.experts % (mesh.ep * mesh.mp):
+        fit = [n for n in range(1, model.experts + 1) if model.experts % (n * mesh.mp) == 0]
         raise UserError(
-            "mesh.fsdp_gradients=ring cannot be combined with mesh.tensor_parallel=collective_matmul;\n"
-            "use mesh.tensor_parallel=sequence, or mesh.fsdp_gradients=reduce_scatter"
+            f"mesh.ep={mesh.ep} x mesh.mp={mesh.mp} does not divide experts={model.experts} (model {model.name}); use "
+            f"mesh.ep in {{{', '.join(map(str, fit))}}}"
         )
+    if mesh.ep > 1 and mesh.dp != AUTO and mesh.dp % (mesh.slices * mesh.ep):
+        ranks = f"mesh.dp={mesh.dp}" + (f" / mesh.slices={mesh.slices}" if mesh.slices > 1 else "")
+        fit = [n for n in range(1, mesh.dp + 1) if mesh.dp % (n * mesh.slices) == 0]
+        raise UserError(
+            f"mesh.ep={mesh.ep} does not divide {ranks}, of which it is a part; use mesh.ep in "
+            f"{{{', '.join(map(str, fit))}}}"
+        )
+
+
+def _check_positions(model: ModelConfig) -> None:
+    rotated = model.rotary_dim or model.head_dim
+    if model.positions == PositionKind.rotary and (rotated % 2 or rotated > model.head_dim):
+        key = "head_dim" if model.rotary_dim is None else "rotary_dim"
+        raise UserError(
+            f"model.{key}={rotated} must be even for model.positions=rotary, which rotates pairs of elements, and at "
+            f"most model.head_dim={model.head_dim} (model {model.name})"
+        )
+    low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
+    is_yarn = model.rotary_scaling in (RotaryScaling.yarn, RotaryScaling.yarn_unrounded)
+    if (is_yarn or model.rotary_scaling == RotaryScaling.llama3) and not 0 < low < high:
+        raise UserError(
+            f"model.rotary_low_frequency_factor={low} must be above 0 and below "
+            f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
+        )
+    if is_yarn and model.rotary_base <= 1:
+        raise UserError(
+            f"model.rotary_base={model.rotary_base} gives all pairs one rate, and "
+            f"model.rotary_scaling={model.rotary_scaling} needs rates that differ; use a base above 1"
+        )
+
+
+def _check_layers(model: ModelConfig) -> None:
+    pattern = model.layer_pattern
+    name = f"model.layer_pattern=[{','.join(pattern)}]"
+    if len(pattern) > model.layers:
+        raise UserError(
+            f"{name} has {len(pattern)} elements, more than model.layers={model.layers} (model {model.name}); "
+            f"remove those that no layer has"
+        )
+    if pattern and (LayerKind.local in pattern) != (model.window is not None):
+        reason = "has no local layer" if model.window else "has local layers, which need a window"
+        raise UserError(
+            f"{name} {reason}, but model.window={shown(model.window)} (model {model.name}); change one of them, or use "
+            f"model.layer_pattern=[]"
+        )
+    for saved in model.offload:
+        if saved not in SAVED_BY_REMAT[model.remat]:
+            policies = ", ".join(remat for remat, names in SAVED_BY_REMAT.items() if saved in names)
+            raise UserError(
+                f"model.offload has {saved}, which model.remat={model.remat} does not save; "
+                f"use model.remat in {{{policies}}}"
+            )
+
+
+def _check_combinations(config: Config) -> None:
+    """Raise UserError for two settings, each of which is allowed alone."""
+    mesh, model, train, rank = config.mesh, config.model, config.train, config.model.adapter.rank
+
+    def refuse(is_given: object, one: str, other: str, instead: str) -> None:
+        if is_given:
+            raise UserError(f"{one} cannot be combined with {other} (model {model.name}); use {instead}")
+
+    adapter, cp, experts = f"model.adapter.rank={rank}", f"mesh.cp={mesh.cp}", f"model.experts={model.experts}"
+    if mesh.fsdp_gradients == FsdpGradients.ring:
+        ring, instead = "mesh.fsdp_gradients=ring", "mesh.fsdp_gradients=reduce_scatter"
+        is_matmul = mesh.tensor_parallel == TensorParallelMode.collective_matmul
+        refuse(rank, ring, adapter, instead)
+        refuse(
+            is_matmul, ring, "mesh.tensor_parallel=collective_matmul", f"mesh.tensor_parallel=sequence, or {instead}"
+        )
+        refuse(mesh.cp > 1, ring, cp, instead)
+        refuse(mesh.ep > 1, ring, f"mesh.ep={mesh.ep}", instead)
+    if mesh.cp > 1:
+        refuse(train.dpo_beta, "train.dpo_beta", f"{cp}, which cuts the answers of a pair apart", "mesh.cp=1")
+        is_saved = SavedActivation.query_key_value in model.offload
+        refuse(is_saved, "model.offload with query_key_value", f"{cp}, which gathers whole rows of them", "mesh.cp=1")
+    if train.dpo_beta:
+        refuse(train.z_loss, "train.dpo_beta", f"train.z_loss={train.z_loss}", "train.z_loss=0")
+        what = "model.adapter.rank=0: the model is compared with itself without its adapter"
+        refuse(not rank, "train.dpo_beta", what, "model.adapter.rank=16, or train.dpo_beta=null")
+    unit_offset = model.norm == Norm.rmsnorm_unit_offset
+    refuse(
+        unit_offset and model.qk_norm_across_heads, "model.qk_norm_across_heads=true", f"norm={model.norm}", "rmsnorm"
+    )
+    is_unread = SavedActivation.sublayer_output in model.offload and model.block != Block.sequential
+    refuse(is_unread, "model.offload with sublayer_output", f"model.block={model.block}", "another model.offload")
+    has_nope = LayerKind.nope in model.layer_pattern and model.positions != PositionKind.rotary
+    refuse(has_nope, "model.layer_pattern with nope", f"model.positions={model.positions}", "model.positions=rotary")
+    refuse(rank and not model.adapter.matrices, adapter, "model.adapter.matrices=[]", "model.adapter.matrices=[all]")
+    if model.experts:
+        refuse(model.block != Block.sequential, experts, f"model.block={model.block}", "model.block=sequential")
+        refuse(model.mlp not in GATED_MLPS, experts, f"model.mlp={model.mlp}", f"one of {', '.join(GATED_MLPS)}")
+        shared = f"model.shared_expert_ffn={model.shared_expert_ffn}"
+        refuse(model.shared_expert_ffn and model.mlp_bias, shared, "model.mlp_bias=true", "model.mlp_bias=false")
+        has_no_gradient = model.experts_per_token == 1 and model.router_normalize
+        why = "model.router_normalize=false: one weight divided by itself is 1, so that the router has no gradient"
+        refuse(has_no_gradient, "model.experts_per_token=1", "model.router_normalize=true", why)
+        named = f"adapters of them, model.adapter.matrices=[{','.join(model.adapter.matrices)}]"
+        is_named = rank and EXPERT_MATRICES.intersection(model.adapter.matrices)
+        refuse(is_named, experts, named, "model.adapter.matrices=[attention]")
+        what = f"{adapter}, whose checkpoints have adapters alone"
+        bias = f"model.router_bias_rate={model.router_bias_rate}"
+        refuse(rank and model.router_bias_rate, bias, what, "model.router_bias_rate=null")
 
 
 def _check_batch(mesh: MeshConfig, train: TrainConfig) -> None:
@@ -202,167 +322,27 @@ def _check_divides(key: str, divisor: int, what: str, size: int, fit: list[int] 
         raise UserError(f"{key}={divisor} does not divide {what}; use {key} in {{{advised}}}")
 
 
-def _validate_model(mesh: MeshConfig, model: ModelConfig) -> None:
-    """Check the other rules of the model.  Raises UserError naming the first that is broken."""
-    _check_heads(mesh, model)
-    _check_rotary(model)
-    _check_options(model)
-    _check_layer_pattern(model)
-    check_experts(mesh, model)
-    _check_offload(model)
-    _check_adapter(model.adapter)
-
-
-def _check_adapter(adapter: AdapterConfig) -> None:
-    if not 0 < adapter.alpha < math.inf:
-        raise UserError(
-            f"model.adapter.alpha={adapter.alpha} must be above 0 and finite; the rank, or twice the rank, is usual"
-        )
-    if adapter.rank and not adapter.matrices:
-        raise UserError("model.adapter.matrices=[] names no matrix; use [all], or model.adapter.rank=0 for no adapters")
-
-
-def _check_preferences(train: TrainConfig, adapter: AdapterConfig) -> None:
-    beta, smoothing = train.dpo_beta, train.dpo_label_smoothing
-    if beta is None:
-        without_effect = {"label_smoothing": smoothing, "length_normalized": train.dpo_length_normalized}
-        for key in [key for key, value in without_effect.items() if value]:
-            given = str(without_effect[key]).lower()
-            raise UserError(f"train.dpo_{key}={given} has no effect with train.dpo_beta=null; leave it out")
-        return
-    if not 0 < beta < math.inf:
-        raise UserError(f"train.dpo_beta={beta} must be above 0 and finite; 0.1 is usual, and null for no preferences")
-    if train.z_loss:
-        raise UserError(
-            f"train.z_loss={train.z_loss} cannot be combined with train.dpo_beta={beta}; use train.z_loss=0"
-        )
-    if smoothing >= 0.5:
-        raise UserError(f"train.dpo_label_smoothing={smoothing} must be below 0.5, where neither answer is preferred")
-    if not adapter.rank:
-        raise UserError(
-            f"train.dpo_beta={beta} compares the model with itself without its adapter, but model.adapter.rank=0; "
-            f"use model.adapter.rank=16, or train.dpo_beta=null"
-        )
-
-
 def divisors(size: int) -> list[int]:
     """The divisors of `size` up to 1024."""
     return [n for n in range(1, min(size, 1024) + 1) if size % n == 0]
 
 
-def _check_heads(mesh: MeshConfig, model: ModelConfig) -> None:
-    if model.heads % model.kv_heads:
-        raise UserError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor")
-    if model.kv_heads % mesh.mp and mesh.mp % model.kv_heads:
-        raise UserError(
-            f"mesh.mp={mesh.mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it;"
-            f" use mesh.mp in {{{', '.join(map(str, _fitting_mp(mesh, model)))}}}"
-        )
+def mesh_shape(mesh: MeshConfig) -> list[int]:
+    """[dp, mp], or with context parallelism [dp, cp, mp]: the sizes of a mesh as files and messages have them."""
+    return [mesh.dp, mesh.mp] if mesh.cp == 1 else [mesh.dp, mesh.cp, mesh.mp]
 
 
-def _check_rotary(model: ModelConfig) -> None:
-    if model.positions != PositionKind.rotary:
-        given = {
-            f"rotary_dim={model.rotary_dim}": model.rotary_dim is not None,
-            f"rotary_pairing={model.rotary_pairing}": model.rotary_pairing != RotaryPairing.half,
-            f"rotary_local_base={model.rotary_local_base}": model.rotary_local_base is not None,
-            f"rotary_scaling={model.rotary_scaling}": model.rotary_scaling != RotaryScaling.none,
-            f"layer_pattern=[{','.join(model.layer_pattern)}] with nope": LayerKind.nope in model.layer_pattern,
-        }
-        for option in [option for option, is_given in given.items() if is_given]:
-            raise UserError(
-                f"model.{option} has no effect with model.positions={model.positions} (model {model.name}); "
-                f"use model.positions=rotary, or remove it"
-            )
-        return
-    if model.rotary_local_base is not None and model.window is None:
-        raise UserError(
-            f"model.rotary_local_base={model.rotary_local_base} needs local layers, but model.window=null (model "
-            f"{model.name}); use model.rotary_base, or set a window"
-        )
-    rotated = model.head_dim if model.rotary_dim is None else model.rotary_dim
-    if rotated % 2:
-        key = "head_dim" if model.rotary_dim is None else "rotary_dim"
-        raise UserError(
-            f"model.{key}={rotated} must be even for model.positions=rotary, which rotates pairs of elements"
-        )
-    if rotated > model.head_dim:
-        raise UserError(
-            f"model.rotary_dim={rotated} is above model.head_dim={model.head_dim} (model {model.name}); "
-            f"use at most {model.head_dim}, or null for all of it"
-        )
-    low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
-    yarn = (RotaryScaling.yarn, RotaryScaling.yarn_unrounded)
-    if model.rotary_scaling in (RotaryScaling.llama3, *yarn) and not 0 < low < high:
-        raise UserError(
-            f"model.rotary_low_frequency_factor={low} must be above 0 and below "
-            f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
-        )
-    if model.rotary_scaling in yarn and model.rotary_base <= 1:
-        raise UserError(
-            f"model.rotary_base={model.rotary_base} gives all pairs one rate, and "
-            f"model.rotary_scaling={model.rotary_scaling} needs "
-            f"rates that differ; use a base above 1"
-        )
+def named_sizes(shape: Sequence[int]) -> list[str]:
+    """A `mesh_shape` in words, a size each, such as dp=2."""
+    dp, *cp, mp = shape
+    return [f"dp={dp}", *(f"cp={size}" for size in cp), f"mp={mp}"]
 
 
-def _check_options(model: ModelConfig) -> None:
-    if model.norm_bias and model.norm != Norm.layernorm:
-        raise UserError(
-            f"model.norm_bias=true needs model.norm=layernorm, but model.norm={model.norm} (model {model.name}) has no "
-            f"bias; set model.norm_bias=false"
-        )
-    if model.head_bias and model.tie_embeddings:
-        raise UserError(
-            f"model.head_bias=true needs an output head of its own, but model.tie_embeddings=true (model {model.name});"
-            f" set one of them to false"
-        )
-    if model.norm_placement != NormPlacement.before and model.block != Block.sequential:
-        raise UserError(
-            f"model.norm_placement={model.norm_placement} needs model.block=sequential, but model.block={model.block} "
-            f"(model {model.name}); use model.norm_placement=before"
-        )
-    if model.qk_norm_across_heads and (not model.qk_norm or model.norm == Norm.rmsnorm_unit_offset):
-        raise UserError(
-            f"model.qk_norm_across_heads=true needs model.qk_norm=true and a norm without unit offset, but "
-            f"model.qk_norm={str(model.qk_norm).lower()} and model.norm={model.norm} (model {model.name}); "
-            f"change them, or set it to false"
-        )
-    for key in ("norm_epsilon", "embedding_scale", "attention_softcap", "logit_softcap"):
-        if getattr(model, key) == 0:
-            raise UserError(f"model.{key}=0 must be above 0")
+def product_in_words(mesh: MeshConfig) -> str:
+    """Such as dp=2 x mp=4."""
+    return " x ".join(named_sizes(mesh_shape(mesh)))
 
 
-def _check_layer_pattern(model: ModelConfig) -> None:
-    pattern = model.layer_pattern
-    shown_pattern = f"model.layer_pattern=[{','.join(pattern)}]"
-    if len(pattern) > model.layers:
-        raise UserError(
-            f"{shown_pattern} has {len(pattern)} elements, more than model.layers={model.layers} (model {model.name}); "
-            f"remove those that no layer has"
-        )
-    if pattern and (LayerKind.local in pattern) != (model.window is not None):
-        reason = "has no local layer" if model.window else "has local layers, which need a window"
-        raise UserError(
-            f"{shown_pattern} {reason}, but model.window={'null' if model.window is None else model.window} "
-            f"(model {model.name}); change one of them, or use model.layer_pattern=[]"
-        )
-
-
-def _check_offload(model: ModelConfig) -> None:
-    for name in model.offload:
-        if name not in SAVED_BY_REMAT[model.remat]:
-            policies = ", ".join(remat for remat, saved in SAVED_BY_REMAT.items() if name in saved)
-            raise UserError(
-                f"model.offload has {name}, which model.remat={model.remat} does not save; "
-                f"use model.remat in {{{policies}}}"
-            )
-    if SavedActivation.gate in model.offload and model.mlp not in GATED_MLPS:
-        raise UserError(f"model.offload has gate, but model.mlp={model.mlp} has no gate; remove it")
-    if SavedActivation.sublayer_output in model.offload and model.block != Block.sequential:
-        raise UserError(
-            f"model.offload has sublayer_output, which the backward pass of model.block={model.block} does not read; "
-            "remove it"
-        )
-    if len(set(model.offload)) < len(model.offload):
-        raise UserError(f"model.offload=[{','.join(model.offload)}] names an activation twice; name each once")
+def keys_in_words(mesh: MeshConfig) -> str:
+    """The keys of the sizes, and their product."""
+    return "mesh.dp and mesh.mp with dp x mp" if mesh.cp == 1 else "mesh.dp, mesh.cp and mesh.mp with dp x cp x mp"

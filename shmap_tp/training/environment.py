@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.mesh_sizes import product_in_words
 from shmap_tp.config.schema import AUTO, Config, HeldIn, Precision
-from shmap_tp.config.validate import resolve_auto
+from shmap_tp.config.validate import product_in_words, resolve_auto
 from shmap_tp.data.prepare import prepare_missing
 from shmap_tp.errors import UserError, shown
 from shmap_tp.parallel import mesh as meshes

@@ -21,8 +21,8 @@ from jaxtyping import Float64
 from tqdm import tqdm
 
 from shmap_tp.config.compose import to_dict
-from shmap_tp.config.mesh_sizes import mesh_shape, named_sizes
 from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import mesh_shape, named_sizes
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
@@ -56,8 +56,7 @@ class Recorder:
         self._enabled = enabled
         self._every = config.log.every
         self._steps = config.train.steps
-        self._printed = -math.inf
-        """When the last line was printed: the first step has one."""
+        self._printed = -math.inf  # when the last line was printed: the first step has one
         self._writers: list[Any] = []
         self.has_validation = False
         """Whether metrics.jsonl has the validation loss of `first_step`."""
@@ -95,8 +94,8 @@ class Recorder:
         text += f"  MFU {line['mfu']:.1%}" if line["mfu"] is not None else ""
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
-        silent = time.monotonic() - self._printed + line["seconds_per_step"]
-        due = line["step"] % self._every == 0 or line["step"] == self._steps or silent > LONGEST_SILENCE
+        is_silent = time.monotonic() - self._printed + line["seconds_per_step"] > LONGEST_SILENCE
+        due = line["step"] % self._every == 0 or line["step"] == self._steps or is_silent
         if self._bar.disable and due:
             self._printed = time.monotonic()
             left = (self._steps - line["step"]) * line["seconds_per_step"]
@@ -147,8 +146,8 @@ class Recorder:
 class Meter:
     """Reads the metrics of each step after the next one is dispatched, and times the steps by when they end.
 
-    Step time is the mean over the last steps, at most 10, because a step that is read late makes the next one look
-    short.  Time within `paused`, for evaluation and checkpoints, belongs to no step.
+    Step time is the mean over the last 10 steps, because a step that is read late makes the next one look short.  Time
+    within `paused` belongs to no step.
     """
 
     def __init__(

@@ -11,10 +11,9 @@ import jax
 from jax.sharding import Mesh
 
 from shmap_tp.config.compose import to_dict
-from shmap_tp.config.mesh_sizes import mesh_shape
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, Resume
-from shmap_tp.config.validate import resolve_auto
+from shmap_tp.config.validate import mesh_shape, resolve_auto
 from shmap_tp.data.batches import Batches, isolating_token
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 
 from shmap_tp.config import compose
 from shmap_tp.config.compose import CONF, from_values, load, to_dict, to_yaml
+from shmap_tp.config.run_directory import saved_value
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import validate
 from tests.helpers import model_fixtures
@@ -110,8 +111,7 @@ def test_a_saved_configuration_has_no_groups_to_override(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load(FIRST, [])))
     assert load(str(file), ["model.layers=2"]).model.layers == 2
-    message = error_message(file, "model=test")
-    assert str(file) in message and "has no defaults list to override" in message and "use conf/config.yaml" in message
+    assert "No match in the defaults list" in error_message(file, "model=test")
 
 
 def test_the_configuration_of_an_earlier_run_keeps_its_meaning(tmp_path):
@@ -133,3 +133,57 @@ def test_conf_config_yaml_has_every_key_of_the_schema():
     for section, field in Config.__dataclass_fields__.items():
         if section not in ("model", "data"):
             assert set(values[section]) == set(field.type.__dataclass_fields__), section
+
+
+def test_a_path_that_is_no_configuration_file_is_refused(tmp_path):
+    (tmp_path / "mine.yml").write_text(BASE)
+    for file in ("nope.yaml", "", tmp_path, tmp_path / "mine.yml", "gs://bucket/x.yaml"):
+        message = error_message(file)
+        assert message.startswith(f"--cfg {file}: there is no such file that ends in .yaml; name one such as"), file
+
+
+CONTENTS = [
+    (b"run: \xff\xfe", "invalid start byte"),
+    ("run:\n  name: [a\n", "while parsing a flow sequence"),
+    ("run:\n\tname: a\n", "found character"),
+    ("- 1\n- 2\n", ""),
+    ("hello\n", ""),
+    (BASE.replace("  steps: 300", "  steps: 300\n  stepz: 1"), "did you mean train.steps?"),
+    (BASE + "training:\n  steps: 3\n", "unknown key training; did you mean train?"),
+    (BASE.replace("steps: 300", "steps: many"), "train.steps=many must be of type int"),
+    (BASE.replace("steps: 300", "steps:"), "train.steps=null must be of type int"),
+    (BASE.replace("${run.name}", "${run.nam}"), "'run.nam' not found"),
+    ("run: !!python/object/apply:os.system ['ls']", "could not determine a constructor"),
+    ("defaults: [nope]\n", "Could not load"),
+    (BASE.replace("model: bytes", "model: nope"), "model/nope"),
+    (BASE.replace("model: bytes", "modle: bytes"), "modle/bytes"),
+]
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path):
+    for content, words in CONTENTS:
+        file = tmp_path / "mine.yaml"
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        message = error_message(file)
+        assert str(file) in message and words in message, (content[-80:], message)
+
+
+def test_anchors_and_merge_keys_can_be_used(tmp_path):
+    text = BASE.replace("  steps: 300", "  steps: &steps 300")
+    text = text.replace("decay_steps: ${train.steps}", "decay_steps: *steps")
+    text = text.replace("log:\n", "log:\n  <<: {wandb: true}\n").replace("  wandb: false\n", "")
+    (tmp_path / "mine.yaml").write_text(text)
+    config = load(tmp_path / "mine.yaml", [])
+    assert (config.train.steps, config.optimizer.decay_steps, config.log.wandb) == (300, 300, True)
+
+
+def test_the_values_of_a_file_replace_those_of_its_groups_without_a_self_entry(tmp_path):
+    """Hydra would warn that the entry is missing."""
+    (tmp_path / "mine.yaml").write_text(BASE.replace("  - _self_\n", "") + "model:\n  layers: 3\n")
+    assert load(tmp_path / "mine.yaml", []).model.layers == 3
+
+
+def test_a_value_of_a_saved_configuration_is_found_without_validation(tmp_path):
+    (tmp_path / "config.yaml").write_text("checkpoint: {dir: x, gone: 1}")
+    assert saved_value(tmp_path / "config.yaml", "checkpoint.dir") == "x"
+    assert saved_value(tmp_path / "nowhere", "checkpoint.dir") is None

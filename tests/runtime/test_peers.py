@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from shmap_tp import train as command
-from shmap_tp.config.process_arguments import validate_process_arguments
+from shmap_tp.config.validate import validate_process_arguments
 from shmap_tp.errors import LostProcessError, UserError
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
@@ -224,7 +224,7 @@ BAD_ARGUMENTS = {
     "--coordinator here:1234 --process-id 0": "mesh.processes=1; add --processes N",
     "--coordinator here:1 --process-id 2 --processes 2": "--process-id 2 is out of range for --processes 2; use 0 to 1",
     "--coordinator here --process-id 1 --processes 2": "--coordinator 'here' is not HOST:PORT",
-    "--processes 0": "mesh.processes=0 is too small",
+    "--processes 0": "mesh.processes=0 must be 1 or more",
 }
 
 

@@ -17,8 +17,8 @@ import yaml
 from shmap_tp import train
 from shmap_tp.check import check_mesh, check_places
 from shmap_tp.config.compose import load
-from shmap_tp.config.process_arguments import validate_process_arguments
 from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import validate_process_arguments
 from shmap_tp.hardware.slice_types import find_slices
 from tests.helpers.paths import ROOT
 

@@ -39,7 +39,7 @@ from shmap_tp.model.tokens import (
 )
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.int8 import quantized_as, require_unquantized
-from shmap_tp.pretrained import configuration
+from shmap_tp.pretrained.configuration import derive_model
 from shmap_tp.pretrained.peft import SavedAdapter, open_adapter
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.pretrained.start import (
@@ -77,7 +77,7 @@ def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
     for item in overrides:
         if not isinstance(item, str):
             raise UserError(f"load_config takes key=value texts, not {shown(item)}; give a list as load_config(*list)")
-    return configuration.load(compose.CONF / "config.yaml" if file is None else file, list(overrides))
+    return compose.load(compose.CONF / "config.yaml" if file is None else file, list(overrides), derive_model)
 
 
 @dataclass(frozen=True)

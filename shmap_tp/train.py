@@ -57,10 +57,10 @@ several processes, one per host
 def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> int:
     """Train as the command line `argv` says (default: sys.argv); returns the exit code.  `command` is its name."""
     arguments = _parser(command).parse_intermixed_args(argv)
-    from shmap_tp.config.compose import CONF, quoted
+    from shmap_tp.config.compose import CONF, load, quoted
     from shmap_tp.config.validate import validate_process_arguments
     from shmap_tp.errors import ShmapTpError, UserError
-    from shmap_tp.pretrained.configuration import load
+    from shmap_tp.pretrained.configuration import derive_model
 
     overrides = list(arguments.overrides)
     if arguments.resume:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
     if arguments.components is not None:
         overrides.append(f"run.components={quoted(arguments.components)}")
     try:
-        config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides)
+        config = load(CONF / "config.yaml" if arguments.cfg is None else arguments.cfg, overrides, derive_model)
         if arguments.type is not None and not arguments.check:
             raise UserError(f"--type {arguments.type} is for --check; a run uses the devices that are there")
         validate_process_arguments(arguments.coordinator, arguments.process_id, config.mesh.processes)

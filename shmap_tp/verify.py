@@ -62,8 +62,9 @@ def _verify(arguments: argparse.Namespace) -> bool:
     with importing():
         import jax
 
+        from shmap_tp.config.compose import load
         from shmap_tp.config.validate import resolve_auto
-        from shmap_tp.pretrained.configuration import load
+        from shmap_tp.pretrained.configuration import derive_model
         from shmap_tp.runtime.distributed import initialize_distributed
         from shmap_tp.training.environment import prepare_environment
         from shmap_tp.verification import verify_checkpoints, verify_data, verify_replicas, verify_resume
@@ -72,7 +73,7 @@ def _verify(arguments: argparse.Namespace) -> bool:
         return verify_checkpoints(arguments.directory)
     if arguments.command == "data":
         return verify_data(arguments.directory)
-    config = load(arguments.cfg, arguments.overrides)
+    config = load(arguments.cfg, arguments.overrides, derive_model)
     initialize_distributed(config)
     config = resolve_auto(config, len(jax.devices()))
     prepare_environment(config)

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from shmap_tp.config.compose import CONF, quoted
+from shmap_tp.config.compose import CONF, load, quoted
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.errors import UserError, shown
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.pretrained.configuration import load
+from shmap_tp.pretrained.configuration import derive_model
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,7 +75,7 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
     settings += [f"model.context={arguments.context}"] if arguments.context is not None else []
     directory = vars(arguments).get("from_pretrained")
     settings += [f"model.from_pretrained={quoted(directory)}"] if directory else []
-    return resolve_auto(load(str(CONF / "config.yaml"), settings + arguments.overrides))
+    return resolve_auto(load(str(CONF / "config.yaml"), settings + arguments.overrides, derive_model))
 
 
 def plannable(config: Config) -> Config:
@@ -99,7 +99,7 @@ def _config_from_file(arguments: argparse.Namespace) -> Config:
     keys = {"model": "model", DP: "mesh.dp", MP: "mesh.mp", "batch": "train.batch", "context": "model.context"}
     keys |= {"microbatches": "train.microbatches", "slices": "mesh.slices"}
     given = [f"{key}={flags[flag]}" for flag, key in keys.items() if flags.get(flag) is not None]
-    return resolve_auto(load(arguments.cfg, given + arguments.overrides))
+    return resolve_auto(load(arguments.cfg, given + arguments.overrides, derive_model))
 
 
 def _slices(arguments: argparse.Namespace) -> int:

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shmap_tp.config import compose
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.family import ARCHITECTURE_KEYS, DEFAULT_CONTEXT, plain
@@ -59,7 +57,3 @@ def derive_model(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{limit.tokens}"
         )
     return options
-
-
-load = partial(compose.load, derive_model=derive_model)
-"""`compose.load`, for commands that support model.from_pretrained."""

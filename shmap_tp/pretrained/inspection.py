@@ -14,7 +14,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameter_terms
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
-from shmap_tp.pretrained.configuration import load
+from shmap_tp.pretrained.configuration import derive_model
 from shmap_tp.pretrained.family import NEUTRAL, plain
 from shmap_tp.pretrained.reading import find_tensors, paths_of
 from shmap_tp.pretrained.source import Source, open_source
@@ -56,7 +56,7 @@ def inspect(name: str) -> str:
 
 def _config(name: str) -> Config:
     overrides = ["model=pretrained", f"model.from_pretrained={compose.quoted(name)}", "mesh.dp=1", "mesh.mp=1"]
-    return load(str(compose.CONF / "config.yaml"), overrides)
+    return compose.load(compose.CONF / "config.yaml", overrides, derive_model)
 
 
 def _fitting_mp(config: Config) -> tuple[list[int], str | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from shmap_tp.config.compose import CONF, quoted
+from shmap_tp.config.compose import CONF, load, quoted
 from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
@@ -40,7 +40,7 @@ from shmap_tp.plan.targets import (
     machine_of,
 )
 from shmap_tp.plan.terminal import shell_command, wrapped
-from shmap_tp.pretrained.configuration import load
+from shmap_tp.pretrained.configuration import derive_model
 from shmap_tp.runtime.command_line import raising
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.exit_codes import STOPPED
@@ -235,7 +235,7 @@ def base_config(arguments: argparse.Namespace, target: Target) -> Config:
         "mesh.processes=1",
     ]
     words += ["mesh.zero=none", "mesh.fsdp_gradients=reduce_scatter", "train.microbatches=1", "model.offload=[]"]
-    return plannable(resolve_auto(load(file if arguments.cfg else str(CONF / "config.yaml"), words)))
+    return plannable(resolve_auto(load(file if arguments.cfg else str(CONF / "config.yaml"), words, derive_model)))
 
 
 def base_words(arguments: argparse.Namespace) -> list[str]:

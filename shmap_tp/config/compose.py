@@ -124,7 +124,8 @@ def from_values(values: Any, file: str, overrides: Sequence[str] = ()) -> Config
 
 def _to_config(values: Any, file: str) -> Config:
     """As `from_values`, but raises also the errors of OmegaConf."""
-    named = [section for section in ("run", "model", "data", "train", "optimizer") if section in values]
+    sections = "run", "model", "data", "train", "optimizer"
+    named = [section for section in sections if OmegaConf.is_dict(values.get(section))]
     merged = OmegaConf.merge(_schema(*named), values)
     if missing := sorted(OmegaConf.missing_keys(merged)):
         raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")

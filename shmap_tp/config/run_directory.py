@@ -28,7 +28,7 @@ def saved_value(file: Any, key: str) -> Any:
     """
     try:
         saved = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError, ValueError):
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return None
     for part in key.split("."):
         saved = saved.get(part) if isinstance(saved, dict) else None

@@ -258,8 +258,7 @@ class DataConfig:
 @dataclass
 class TrainConfig:
     steps: int
-    """Total number of optimizer steps, including those before a resume.  Also as tokens, such as 10B tokens: the steps
-    that read at least so many; so are the steps of the optimizer."""
+    """Total number of optimizer steps, with those before a resume; or as tokens that they read, such as 10B tokens."""
     batch: int = key(below=2**24)
     """Global batch size: sequences per optimizer step, over all devices and microbatches."""
     microbatches: int
@@ -267,8 +266,7 @@ class TrainConfig:
     max_sequences_per_device: int | None = key(zero_is_null=True)
     """Upper limit of the sequences that a device computes at a time, for which `microbatches` is raised; null: none."""
     precision: Precision
-    """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16.  float32
-    on TPUs and GPUs has their default precision, unless the environment has JAX_DEFAULT_MATMUL_PRECISION=highest."""
+    """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
     z_loss: float = key(least=0)
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int

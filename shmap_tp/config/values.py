@@ -100,10 +100,11 @@ def check_values(config: Config) -> None:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int | float) and not isinstance(item, bool):
                 _check_number(key, item, rules)
+            if item == "" and "schemes" not in rules:
+                what = "has an empty text" if isinstance(value, list) else "is empty"
+                raise UserError(f"{key} {what}; give it a value")
         if value is not None and "schemes" in rules:
             check_path(key, value, rules["schemes"])
-        elif value == "":
-            raise UserError(f"{key} is empty; give it a value")
         if value not in (None, rules.get("unless")):
             for needed in rules.get("needs", "").split():
                 _check_needed(config, key, value, needed, rules.get("unless"))

@@ -33,7 +33,7 @@ RULES = {
     "use mesh.dp in {1, 2, 4, 8, 16}",
     "train.microbatches=5": "train.microbatches=5 does not divide train.batch=32; use train.microbatches in {1, 2,",
     "train.dpo_length_normalized=true": "train.dpo_length_normalized=true needs a value of train.dpo_beta, but",
-    "train.dpo_label_smoothing=0.1": "train.dpo_label_smoothing=0.1 needs a value of train.dpo_beta, but train.dpo_beta=null",
+    "train.dpo_label_smoothing=0.1": "train.dpo_label_smoothing=0.1 needs a value of train.dpo_beta, but",
     # gradients in rings
     "mesh.zero=fsdp mesh.fsdp_gradients=ring mesh.tensor_parallel=collective_matmul": "use mesh.tensor_parallel="
     "sequence, or mesh.fsdp_gradients=reduce_scatter",

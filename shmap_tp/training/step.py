@@ -194,11 +194,8 @@ def build_step_functions(
     shapes = jax.eval_shape(init)
     trained_shapes, updated = model.split(shapes.params)[0], model.split(model.placed.updated)[0]
     replicated = jax.tree.map(lambda _: P(), shapes)
-    specs = eqx.tree_at(
-        lambda state: (state.params, state.optimizer),
-        replicated,
-        (model.placed.stored, optimizer.state_specs(trained_shapes, updated)),
-    )
+    placed = model.placed.stored, optimizer.state_specs(trained_shapes, updated)
+    specs = eqx.tree_at(lambda state: (state.params, state.optimizer), replicated, placed)
     objective = make_objective(config, model.execution)
     axes = mesh.axis_names
     local_step = _make_step(config, objective, optimizer, model, UpdateSharding(updated, axes, dtype))

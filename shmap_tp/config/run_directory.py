@@ -26,6 +26,8 @@ def saved_value(file: Any, key: str) -> Any:
     Read without validation: a file of an earlier version may lack keys.  None if there is none, or if the file is not a
     configuration.
     """
+    if "://" not in str(file) and not Path(file).is_file():  # reading a FIFO would wait for ever
+        return None
     try:
         saved = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError, ValueError, RecursionError):

@@ -96,4 +96,4 @@ def test_the_command_exits_with_the_code_of_the_training(monkeypatch, code):
 def test_a_file_is_never_searched_for_in_the_packaged_configuration(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert train.main(["--cfg", "conf/config.yaml"]) == 2
-    assert "--cfg conf/config.yaml: no such file" in capsys.readouterr().err
+    assert "--cfg conf/config.yaml: there is no such file" in capsys.readouterr().err

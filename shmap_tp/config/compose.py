@@ -188,6 +188,10 @@ def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
         return f"""{shown(override.lstrip("+"))} cannot be parsed; quote special characters: 'key="a,b"'"""
     is_known = isinstance(error, HydraException | OmegaConfBaseException)
     message = shown(first_line(error) if is_known else " ".join(str(error).split())).replace("++", "")
+    if message.startswith("Merge error"):  # a value in the place of a section within one
+        for key, _, value in (item.partition("=") for item in overrides):
+            if any(rule.startswith(f"{key}.") for rule in RULES):
+                return f"{key}={shown(value)} must be {expected_type(key)}"
     if message.startswith(("Ambiguous", "Sweep")):
         return f"""{message}; quote a value that has special characters: 'key="a,b"'"""
     return f"{file}: {message}; correct that"

@@ -132,5 +132,5 @@ def test_the_library_says_who_can_start_several_processes():
     config = shmap_tp.load_config("model=test", "mesh.dp=2", "mesh.mp=1", "mesh.processes=2")
     with pytest.raises(shmap_tp.UserError, match="start several with shmap-tp train, generate or evaluate"):
         shmap_tp.Model.initialize(config)
-    with pytest.raises(shmap_tp.UserError, match="Trainer is for one process"):
+    with pytest.raises(shmap_tp.UserError, match="the library is for one process"):
         shmap_tp.Trainer(config)

@@ -5,6 +5,7 @@ and the time is an estimate, not calibrated: no GPU has confirmed it.
 """
 
 import importlib.metadata
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.layers.experts import even_share
-from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.mesh import axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
@@ -61,7 +62,8 @@ def step_communication(config: Config, dtype: DTypeLike, components: Components 
     Raises ValueError where it is unknown how often something runs.
     """
     chosen = replace(config, model=replace(config.model, attention=AttentionKernel.chunked))  # no kernel communicates
-    mesh = make_mesh(config.mesh, [PlannedDevice("cpu") for _ in range(config.mesh.devices)])
+    devices = math.prod(axis_sizes(config.mesh).values())  # also of an axis that MeshConfig does not know
+    mesh = make_mesh(config.mesh, [PlannedDevice("cpu") for _ in range(devices)])
     programs = build_programs(build_step_functions, chosen, mesh, dtype, components)
     return _traced_communication(programs.step.trace(programs.shapes, programs.tokens), mesh)
 

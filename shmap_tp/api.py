@@ -154,7 +154,7 @@ class Model:
         used; rows are split along time over `cp`, and no token is sent to experts (ep=1).  With `dtype`, float32 or
         bfloat16, weight matrices, activations and matrix products are of it; `auto` is what the run computes in
         (train.precision), and `int8` the same with the matrices of the blocks held in int8, which are read as `auto`
-        first.  Of several `processes`, which have joined, each calls this and has its part.
+        first.  Each of several `processes`, which have joined, calls this and has its part.
         Raises UserError if there is no such checkpoint, and as `initialize` does.
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
@@ -355,7 +355,7 @@ def from_pretrained(
     or auto, float32 on CPUs and bfloat16 elsewhere; int8 is auto with the matrices of the blocks held in int8
     (docs/pretrained.md).  Vectors, such as the scales of norms, are float32.  Training needs float32 weights: use
     `Trainer`, or leave dtype as it is.  `context` is the longest sequence, and what every call computes: by default the
-    model's own limit, but not above 2048 for a rotary encoding.  Of several `processes`, which have joined, each calls
+    model's own limit, but not above 2048 for a rotary encoding.  Each of several `processes`, which have joined, calls
     this and reads its part.
     Raises UserError if the directory cannot be used, or the model does not suit the mesh.
     """

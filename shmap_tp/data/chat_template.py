@@ -80,10 +80,11 @@ class ChatTemplate:
         the beginning of an answer follows.  Errors as of `render`."""
         from shmap_tp.data.template_environment import BEGIN, END
 
-        messages = json.loads(json.dumps([*messages], default=str))  # dates of tables as texts
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": asks}
-        if any(mark in json.dumps([messages, tools], ensure_ascii=False, default=str) for mark in (BEGIN, END)):
+        content = json.dumps([[*messages], tools], ensure_ascii=False, default=str)  # dates of tables as texts
+        if BEGIN in content or END in content:
             raise UserError("the messages have a noncharacter of Unicode, U+FDD0 or U+FDD1; remove it")
+        messages, tools = json.loads(content)
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": asks}
         rendered = self._rendered(given)
         if any(message.get("content", "") is None for message in messages):
             self._check_null(given, rendered)

@@ -236,6 +236,7 @@ class ChatSource:
         self._validation, self._row, self._cut = validation, row, cut
         self._long: list[tuple[str, int]] = []  # (where, tokens) of documents that are too long
         self._empty = 0  # of these, how many lack an answer once they are cut
+        self._special = list[int]()
         self._apart = 0  # samples that are tokenized apart before an answer
         self._equal = self._records = 0  # pairs with equal answers, of so many records
         self._end_tokens: set[int] = set()
@@ -250,6 +251,7 @@ class ChatSource:
             )
         limit = hashes[min(max(round(self._validation * len(hashes)), 1), len(hashes) - 1)]
         special = tokenizer.special_tokens()
+        self._special = [*special.values()]
         ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         for place, row in tqdm(self._rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
@@ -274,8 +276,7 @@ class ChatSource:
                 f"is within this one; name a token that is in none with --end-of-text"
             )
         ends_answer = np.isin(places[1], [last for _, last in sample.answers])
-        special = [*tokenizer.special_tokens().values()]
-        self._end_tokens |= {*ids[ends_answer & np.isin(ids, special)].tolist()}
+        self._end_tokens |= {*ids[ends_answer & np.isin(ids, self._special)].tolist()}
         return marked_tokens(sample, ids, places, tokenizer.end_of_text)
 
     def _encoded(
@@ -384,6 +385,6 @@ def _quoted(row: Any, special: Collection[str], place: str) -> Any:
 
 
 def _hash(row: Any) -> int:
-    """Of a record, which in a table may have dates and the like."""
+    """A hash of a record, which in a table may have dates and the like."""
     content = json.dumps(row, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

@@ -1,7 +1,7 @@
 """Writes the token files of a source: train.bin, validation.bin, meta.json and a copy of the tokenizer.
 
 Each document is followed by an end-of-text token; meta.json describes the files, and has the sha256 of tokenizer.json.
-Of conversations, whose tokens do not all count as targets, a .counted file beside each .bin has a bit for each token.
+Conversations, whose tokens do not all count as targets, have a .counted file beside each .bin: a bit for each token.
 All are written to a hidden directory beside the target, which is renamed to the target when it is complete: an
 interrupted preparation leaves nothing that looks finished.  The same text always gives the same bytes.
 """

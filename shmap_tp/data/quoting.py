@@ -18,17 +18,22 @@ QUOTE = "\ufdd2"
 def quoted(value: Any, names: Collection[str]) -> Any:
     """`value`, a text or a nest of lists and objects, with each of `names` in its texts quoted.  Raises UserError if a
     text has the noncharacter already."""
-    if isinstance(value, str):
-        if QUOTE in value:
-            raise UserError("a text has the noncharacter U+FDD2 of Unicode, which stands for nothing; remove it")
-        for name in sorted(names, key=len, reverse=True):
-            value = value.replace(name, name[0] + QUOTE + name[1:])
+    longest_first = sorted(names, key=len, reverse=True)
+
+    def quote(value: Any) -> Any:
+        if isinstance(value, str):
+            if QUOTE in value:
+                raise UserError("a text has the noncharacter U+FDD2 of Unicode, which stands for nothing; remove it")
+            for name in longest_first:
+                value = value.replace(name, name[0] + QUOTE + name[1:])
+            return value
+        if isinstance(value, list | tuple):
+            return [quote(each) for each in value]
+        if isinstance(value, dict):
+            return {quote(key): quote(each) for key, each in value.items()}
         return value
-    if isinstance(value, list | tuple):
-        return [quoted(each, names) for each in value]
-    if isinstance(value, dict):
-        return {quoted(key, names): quoted(each, names) for key, each in value.items()}
-    return value
+
+    return quote(value)
 
 
 def renamed_tokenizer(content: bytes) -> tuple[str, dict[str, str]]:

@@ -58,7 +58,7 @@ def tokenized(
     """(split, ids) of each document that has any, in the dtype of token files; the end of text is the last id.
     `workers` as of `in_order`.
 
-    Of files, finished parts are kept in the directory `parts`, and those that are there are not tokenized again.
+    Finished parts of files are kept in the directory `parts`, and those that are there are not tokenized again.
     """
     if isinstance(source, ChatSource):
         yield from source.tokenized(tokenizer)

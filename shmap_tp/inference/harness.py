@@ -207,7 +207,7 @@ class HarnessModel(TemplateLM):
 def evaluate_tasks(model: HarnessModel, names: Sequence[str], include: str | None, **settings: Any) -> dict[str, Any]:
     """What `lm_eval.simple_evaluate` returns for these tasks: its own, or of the YAML files in the directory `include`.
 
-    `settings` are its other arguments.  Of several processes each calls this, and each returns the same.
+    `settings` are its other arguments.  Each of several processes calls this and returns the same.
     Raises UserError if a task is not known, or its data cannot be loaded.
     """
     if include is not None and not Path(include).is_dir():

@@ -216,7 +216,7 @@ def _grades(
     """Loss, perplexity, bits per byte and accuracy on batches [rows, tokens]; `name` is that of the text in messages.
 
     Where documents are isolated, each is read as if it were alone, and its first token is not graded.
-    Of conversations only the targets that count are graded.
+    Only the targets of conversations that count are graded.
     loss is the mean negative log-likelihood of a token in nats, perplexity its exponential.  bits_per_byte is the
     sum of the losses in bits, divided by the bytes of the text of the tokens; it compares models with other tokenizers
     (Gao et al. 2020, "The Pile", section 3.1).  accuracy is the share of tokens that were the most likely one.

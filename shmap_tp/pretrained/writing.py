@@ -83,9 +83,9 @@ def save_model(
     """Write `parameters` to the new directory `out`; `source` is what they were read from, if they were, and `text` has
     else the files of the tokenizer (`target_of`).
 
-    Of a model with adapters these alone are written, beside which `base` they were trained; to `merge` them, the whole
-    model.  `rslora` as in `adapter_target`.  Every process of a mesh calls it and writes what it has, to a file system
-    that all share.
+    Adapters alone are written of a model that has some, with the `base` beside which they were trained; to `merge`
+    them, the whole model.  `rslora` as in `adapter_target`.  Every process of a mesh calls it and writes what it has,
+    to a file system that all share.
     """
     target = target_of(config.model, source, text)
     if rslora and (merge or not config.model.adapter.rank):
@@ -142,11 +142,12 @@ def export_checkpoint(
 def text_for_export(checkpoint: str | None, config: Config, given: Tokenizer | None = None) -> TextDirectory | None:
     """The files of the `given` tokenizer of a model from nothing, or of that of its run; None, and of a run a line that
     says so, if there is none."""
+    if given is not None:
+        return TextDirectory({}, "").for_export(given, config.model.context)
+    if checkpoint is None:
+        return None
     try:
-        if given is None and checkpoint is None:
-            return None
-        run = None if given else tokenizer_of_checkpoint(checkpoint, first_source(config.data).dir)
-        tokenizer, text = run or (given, TextDirectory({}, ""))
+        tokenizer, text = tokenizer_of_checkpoint(checkpoint, first_source(config.data).dir)
         return text.for_export(tokenizer, config.model.context)
     except UserError as error:
         print_on_process_0(f"without the files of a tokenizer: {error}")

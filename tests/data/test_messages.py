@@ -138,3 +138,9 @@ def test_values_of_tables_that_json_lacks_are_texts(tmp_path):
     source = ChatSource("a", lambda: iter(rows), template, TextDirectory({}, ""), validation=0.5, row=128, cut=False)
     found = [bytes(np.where(ids < 0, ~ids, ids).astype("u1")).decode() for _, ids in source.tokenized(Bytes())]
     assert len(found) == 2 and all("2026-01-02 00:00:00" in text for text in found)
+
+
+def test_dates_in_tools_are_texts_as_they_are_in_messages():
+    tools = [{"name": "weather", "since": datetime(2026, 11, 28)}]
+    text, _ = ChatTemplate("{{ tools | tojson }}", "t", {}).render_marked([ASKED], tools)
+    assert json.loads(text) == [{"name": "weather", "since": "2026-11-28 00:00:00"}]

@@ -19,7 +19,8 @@ from shmap_tp.config import compose
 from shmap_tp.config.schema import Config, HeldIn, Precision
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
-from shmap_tp.data.tokenizer import Tokenizer, open_tokenizer_file
+from shmap_tp.data.subwords import open_tokenizer_file
+from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
@@ -39,7 +40,7 @@ from shmap_tp.model.tokens import (
 )
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.int8 import quantized_as, require_unquantized
-from shmap_tp.pretrained.configuration import derive_model
+from shmap_tp.pretrained.configuration import derive_model, require_expressible
 from shmap_tp.pretrained.peft import SavedAdapter, open_adapter
 from shmap_tp.pretrained.source import Source, open_source
 from shmap_tp.pretrained.start import (
@@ -51,7 +52,6 @@ from shmap_tp.pretrained.start import (
     with_base_on_disk,
     with_pretrained,
 )
-from shmap_tp.pretrained.target import require_expressible
 from shmap_tp.pretrained.writing import save_model, text_for_export
 from shmap_tp.training.checkpoint_files import absolute, find_checkpoint, read_facts, saved_config
 from shmap_tp.training.components_file import components_of, require_components

@@ -17,7 +17,8 @@ from shmap_tp.runtime.command_line import end_without_readers, importing, raisin
 
 if TYPE_CHECKING:
     from shmap_tp.data.prepare import Source
-    from shmap_tp.data.tokenizer import Bytes, Subwords
+    from shmap_tp.data.subwords import Subwords
+    from shmap_tp.data.tokenizer import Bytes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -188,8 +189,8 @@ def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords",
     with importing():
         from shmap_tp.data import text_sources
         from shmap_tp.data.prepare import check_out
+        from shmap_tp.data.subwords import train_tokenizer
         from shmap_tp.data.text_directory import open_tokenizer
-        from shmap_tp.data.train_tokenizer import train_tokenizer
 
     def source() -> text_sources.TextSource:
         field = arguments.field or "text"
@@ -215,7 +216,7 @@ def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords",
 def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords", int]:
     """As `_texts`, of conversations or preference pairs.  Raises UserError."""
     with importing():
-        from shmap_tp.data import conversations, example_conversations, preferences
+        from shmap_tp.data import conversations, example_conversations
         from shmap_tp.data.chat_template import template_arguments
         from shmap_tp.data.source_files import CHATS, files_at, records_of
         from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
@@ -244,7 +245,7 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
     row = arguments.pack or row
     limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
     limits["special_tokens_in_text"] = arguments.special_tokens_in_text
-    limits["kind"] = preferences.PAIRS if arguments.preferences else conversations.CONVERSATIONS
+    limits["kind"] = conversations.PAIRS if arguments.preferences else conversations.CONVERSATIONS
     return conversations.ChatSource(label, rows, template, text, **limits), tokenizer, row
 
 

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
         components = components_of(config)
         if arguments.check:
             from shmap_tp.check import check, check_slices
-            from shmap_tp.pretrained.target import describe_target
+            from shmap_tp.pretrained.configuration import describe_target
 
             export = describe_target(config.model) if config.run.components is None else "as --components allow"
             described = export, components

@@ -34,9 +34,10 @@ from shmap_tp.data.metadata import (
     read_meta,
 )
 from shmap_tp.data.order import ORDER, DataOrder, source_key
+from shmap_tp.data.subwords import has_sha256
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
-from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer, has_sha256
+from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.model.tokens import IGNORE
 from shmap_tp.runtime.background import in_background

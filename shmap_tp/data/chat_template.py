@@ -7,11 +7,12 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, datetime, time
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 from shmap_tp.errors import UserError, shown
 
@@ -21,6 +22,9 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", CLOCK, "r
 
 SECONDS, CHARACTERS = 5.0, 1 << 24
 """The time and the text of a rendering, at most."""
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Unicode's noncharacters, around what {% generation %} marks."""
 
 Message = dict[str, Any]
 """{"role": "system", "user", "assistant" or another that the template knows, "content": text}."""
@@ -53,11 +57,9 @@ class ChatTemplate:
         given = self.arguments.items()
         values = "".join(f"{{%+ set {name} = {name} | default({_in_jinja(value)}) +%}}" for name, value in given)
         self.text, self._place, self._tokens = values + text, place, tokens
-        from shmap_tp.data.template_environment import compiled
-
         now = datetime.now if day is None else lambda: datetime.combine(day, time())
         with self._refusals("is not a chat template"):
-            self._template = compiled(self.text, now)
+            self._template = _compiled(self.text, now)
 
     @property
     def has_clock(self) -> bool:
@@ -78,8 +80,6 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """(the text of `messages`, the parts of it that {% generation %} marks as the model's own words); with `asks`
         the beginning of an answer follows.  Errors as of `render`."""
-        from shmap_tp.data.template_environment import BEGIN, END
-
         content = json.dumps([[*messages], tools], ensure_ascii=False, default=str)  # dates of tables as texts
         if BEGIN in content or END in content:
             raise UserError("the messages have a noncharacter of Unicode, U+FDD0 or U+FDD1; remove it")
@@ -137,6 +137,32 @@ class ChatTemplate:
             raise UserError(f"{self._place} changes or leaves out the last message, so that it cannot be continued")
         whole = text[start:].startswith(message.lstrip())
         return text[: start + len(message.lstrip() if whole else message.strip())]
+
+
+def _compiled(text: str, now: Callable[[], datetime]) -> Any:
+    """The template with what transformers offers to templates, in Jinja's immutable sandbox; its clock says `now`."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks the model's own words for training."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            next(parser.stream)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+            return [begin, *body, end]
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    made.globals |= {"raise_exception": refuse, CLOCK: lambda form: now().strftime(form)}
+    return made.from_string(text)
 
 
 @contextmanager

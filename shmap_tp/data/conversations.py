@@ -26,35 +26,19 @@ from jaxtyping import Int32
 from tqdm import tqdm
 
 from shmap_tp.data.chat_template import ChatTemplate, Message, Span
-from shmap_tp.data.messages import read_message, read_tools
+from shmap_tp.data.messages import ASSISTANT, Conversation, conversation, pair
 from shmap_tp.data.metadata import CONFIG, GENERATION, TEMPLATE, TOKENIZER
-from shmap_tp.data.quoting import quoted
+from shmap_tp.data.subwords import Subwords, quoted
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.text_sources import TRAIN, VALIDATION
-from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, check_text
+from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, check_text
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import write_line
 
-ASSISTANT = "assistant"
 MOST_EQUAL = 0.1
 """The share of preference pairs that may have equal answers."""
 EMPTY_PARTS = re.compile(r"(?:<(\w+)>\s*</\1>\s*)+$")
 """What templates end the prompt with where a model is not to think."""
-SHAREGPT = {"human": "user", "gpt": ASSISTANT}
-"""Speakers of ShareGPT's form that have another name in messages."""
-FORMS = '{"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or ShareGPT\'s form'
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What was said, and with which tools, in the form that templates read."""
-
-    place: str
-    """Where it was read, for messages."""
-    messages: list[Message]
-    tools: list[Any] | None = None
-    prompt: int = 1
-    """How many messages are only read: assistant turns among them do not count."""
 
 
 @dataclass(frozen=True)
@@ -65,45 +49,6 @@ class Sample:
     answers: list[Span]
     ended: bool
     """Whether the template ends the last answer with a token; else the end of the sample is its end."""
-
-
-def conversation(row: Any, place: str) -> Conversation:
-    """The conversation of a record, in any of `FORMS`; `place` is where it was read.  Raises UserError."""
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: an object is needed, in the form {FORMS}")
-    if isinstance(row.get("messages"), list):
-        messages = row["messages"]
-    elif isinstance(row.get("conversations"), list):
-        messages = [_of_sharegpt(turn, place) for turn in row["conversations"]]
-    elif {"prompt", "completion"} <= row.keys():
-        messages = [*turns_of(row["prompt"], "user"), *turns_of(row["completion"], ASSISTANT)]
-    else:
-        other = "; for text use --text" if isinstance(row.get("text"), str) else ""
-        other = "; for preference pairs use --preferences" if {"chosen", "rejected"} <= row.keys() else other
-        raise UserError(f"{place}: no conversation in the fields {', '.join(row)}; give {FORMS}{other}")
-    return answered(messages, row.get("tools"), place)
-
-
-def answered(messages: list[Any], tools: Any, place: str) -> Conversation:
-    """The conversation of `messages`, to its last assistant turn.  Raises UserError if one is no message, or there is
-    no such turn after the first one."""
-    messages = [read_message(message, f"{place}: message {number}") for number, message in enumerate(messages)]
-    if not any(after["role"] == ASSISTANT for after in messages[1:]):
-        raise UserError(f"{place}: no assistant turn answers a message, so there is nothing to learn; leave it out")
-    while messages[-1]["role"] != ASSISTANT:
-        messages = messages[:-1]
-    return Conversation(place, messages, read_tools(tools, place))
-
-
-def _of_sharegpt(turn: Any, place: str) -> Message:
-    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or "value" not in turn:
-        raise UserError(f"{place}: a turn of ShareGPT's form is an object with from and value, not {str(turn)[:40]!r}")
-    return {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
-
-
-def turns_of(given: Any, role: str) -> list[Any]:
-    """The messages of a prompt or a completion, which is a text or messages already."""
-    return given if isinstance(given, list) else [{"role": role, "content": given}]
 
 
 def samples_of(given: Conversation, template: ChatTemplate, ends: re.Pattern[str]) -> list[Sample]:
@@ -203,6 +148,20 @@ CONVERSATIONS = Kind(
     "sample",
     lambda row, place, template, ends: [[sample] for sample in samples_of(conversation(row, place), template, ends)],
 )
+
+
+def _pair_documents(row: Any, place: str, template: ChatTemplate, ends: re.Pattern[str]) -> list[list[Sample]]:
+    """The pair of a record, if it is one.  Raises UserError as `pair` and `samples_of` do."""
+    sides = [samples_of(each, template, ends) for each in pair(row, place) or ()]
+    if any(len(samples) > 1 for samples in sides):
+        raise UserError(
+            f"{place}: an answer has several assistant turns, and the chat template ends turns with no special token, "
+            f"or writes earlier ones in another way than the last;\nput those before the last one into the prompt"
+        )
+    return [[sample for (sample,) in sides]] if sides else []
+
+
+PAIRS = Kind("preference pairs", "pair", _pair_documents)
 
 
 class ChatSource:

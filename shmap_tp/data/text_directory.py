@@ -15,7 +15,8 @@ from etils import epath
 
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.metadata import COMPANIONS, CONFIG, GENERATION, TEMPLATE, TOKENIZER, Meta
-from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Subwords, Tokenizer, open_subwords, read_subwords
+from shmap_tp.data.subwords import Subwords, open_subwords, read_subwords
+from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Tokenizer
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import file_size, parse_json, reading
 

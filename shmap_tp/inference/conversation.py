@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmap_tp.data.chat_template import ChatTemplate, Message
-from shmap_tp.data.quoting import quoted
+from shmap_tp.data.subwords import quoted
 from shmap_tp.data.tokenizer import Tokenizer, check_text
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from shmap_tp.config.schema import DataConfig, Documents, ModelConfig
 from shmap_tp.data.batches import check_rows, isolating_id, open_data
 from shmap_tp.data.metadata import Meta, read_meta
+from shmap_tp.data.subwords import has_tokenized
 from shmap_tp.data.token_files import AnyTokenFile, open_token_file
-from shmap_tp.data.tokenizer import TextBytes, Tokenizer, has_tokenized
+from shmap_tp.data.tokenizer import TextBytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.sampling import argmax

@@ -11,9 +11,9 @@ from etils import epath
 from shmap_tp.config.sources import first_source
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.metadata import META, TEMPLATE, TOKENIZER, Meta, read_meta
-from shmap_tp.data.quoting import quoted
+from shmap_tp.data.subwords import open_tokenizer_file, quoted
 from shmap_tp.data.text_directory import TextDirectory
-from shmap_tp.data.tokenizer import REPLACEMENT, Bytes, Tokenizer, check_text, open_tokenizer_file
+from shmap_tp.data.tokenizer import REPLACEMENT, Bytes, Tokenizer, check_text
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from shmap_tp.config.schema import Config
 from shmap_tp.data.chat_template import ChatTemplate
-from shmap_tp.data.quoting import quoted
+from shmap_tp.data.subwords import quoted
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options, check_prompts

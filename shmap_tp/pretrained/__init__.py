@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints in and out: read onto any mesh, written from any mesh, one small file per model family."""
+"""Hugging Face checkpoints in and out: read onto any mesh, written from any mesh, two tables per model family."""

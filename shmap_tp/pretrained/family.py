@@ -14,8 +14,15 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
 from shmap_tp.layers.rotation import yarn_amplitude
-from shmap_tp.pretrained.config_json import LLAMA3, SCALINGS, LocalRotaryKeys, RotaryKeys, size, value_for
-from shmap_tp.pretrained.layer_types import shortest_pattern
+from shmap_tp.pretrained.config_json import (
+    LLAMA3,
+    SCALINGS,
+    LocalRotaryKeys,
+    RotaryKeys,
+    shortest_pattern,
+    size,
+    value_for,
+)
 from shmap_tp.pretrained.layout import Layout, sizes_of
 
 REQUIRED = object()

@@ -29,11 +29,11 @@ from shmap_tp.model.adapters import split_factors
 from shmap_tp.model.components import parameter_shapes
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import Declaration, declarations
+from shmap_tp.pretrained.configuration import Target
 from shmap_tp.pretrained.family import Family, Row
 from shmap_tp.pretrained.layout import Layout, sizes_of
 from shmap_tp.pretrained.reading import load_parameters, paths_of
 from shmap_tp.pretrained.source import Source
-from shmap_tp.pretrained.target import Target
 from shmap_tp.runtime.files import read_json_file, reading
 from shmap_tp.training.resume import require_same_base
 

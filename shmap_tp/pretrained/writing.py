@@ -37,13 +37,13 @@ from shmap_tp.model.components import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
+from shmap_tp.pretrained.configuration import Target, require_expressible, target_of
 from shmap_tp.pretrained.family import Row
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_array, tensors_within
 from shmap_tp.pretrained.peft import adapter_target
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
 from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_parameters, with_base_on_disk
-from shmap_tp.pretrained.target import Target, require_expressible, target_of
 from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.run_lock import LOCK, lock_directories

@@ -10,7 +10,8 @@ import pytest
 
 from shmap_tp.data.batches import open_data
 from shmap_tp.data.chat_template import ChatTemplate
-from shmap_tp.data.conversations import Conversation, conversation, end_of_conversations, marked_tokens, samples_of
+from shmap_tp.data.conversations import end_of_conversations, marked_tokens, samples_of
+from shmap_tp.data.messages import Conversation, conversation
 from shmap_tp.data.metadata import read_meta
 from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
 from shmap_tp.data.tokenizer import Bytes

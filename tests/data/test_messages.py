@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shmap_tp.data.chat_template import ChatTemplate
-from shmap_tp.data.conversations import ChatSource, conversation, samples_of
-from shmap_tp.data.preferences import pair
+from shmap_tp.data.conversations import ChatSource, samples_of
+from shmap_tp.data.messages import conversation, pair
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 
 from shmap_tp.check import check
 from shmap_tp.data.batches import open_data
-from shmap_tp.data.packing import pack
+from shmap_tp.data.prepare import pack
 from shmap_tp.errors import UserError
 from shmap_tp.model.tokens import next_token_batch
 from shmap_tp.prepare import main as prepare

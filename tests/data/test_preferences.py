@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from shmap_tp.data.chat_template import ChatTemplate
+from shmap_tp.data.conversations import PAIRS
+from shmap_tp.data.messages import pair
 from shmap_tp.data.metadata import META, read_meta
-from shmap_tp.data.preferences import PAIRS, pair
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.errors import UserError
 from tests.helpers.preparation import run

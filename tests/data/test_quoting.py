@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from shmap_tp.data.chat_template import ChatTemplate
-from shmap_tp.data.conversations import ChatSource, Conversation, samples_of
-from shmap_tp.data.quoting import quoted
+from shmap_tp.data.conversations import ChatSource, samples_of
+from shmap_tp.data.messages import Conversation
+from shmap_tp.data.subwords import quoted
 from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.text import encode_prompts

@@ -7,7 +7,8 @@ import pytest
 
 from shmap_tp.data import tokenizer as tokenizer_module
 from shmap_tp.data.metadata import Meta
-from shmap_tp.data.tokenizer import Bytes, TextBytes, has_tokenized, read_subwords
+from shmap_tp.data.subwords import has_tokenized, read_subwords
+from shmap_tp.data.tokenizer import Bytes, TextBytes
 from shmap_tp.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install -e '.[data]'")

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from shmap_tp.data.subwords import open_tokenizer_file
 from shmap_tp.data.text_directory import TextDirectory
-from shmap_tp.data.tokenizer import Bytes, open_tokenizer_file
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options
 from shmap_tp.inference.text import _Answer, answers

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 import shmap_tp
+from shmap_tp.data.subwords import read_subwords, train_tokenizer
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.text_sources import TRAIN, TextSource
-from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, read_subwords
-from shmap_tp.data.train_tokenizer import train_tokenizer
+from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes
 from shmap_tp.pretrained.writing import export_checkpoint
 from tests.helpers.chat_templates import FAMILIES, write_chat_model
 from tests.helpers.run_fixtures import tiny

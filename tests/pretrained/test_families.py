@@ -10,10 +10,9 @@ import pytest
 import shmap_tp
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameter_terms
-from shmap_tp.pretrained.configuration import derive_model
+from shmap_tp.pretrained.configuration import EXPORTABLE, derive_model, describe_target, target_of
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import plain
-from shmap_tp.pretrained.target import EXPORTABLE, describe_target, target_of
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import reference
 

@@ -13,7 +13,7 @@ import pytest
 import shmap_tp
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.pretrained import reading, tensor_files
-from shmap_tp.pretrained.target import target_of
+from shmap_tp.pretrained.configuration import target_of
 from shmap_tp.pretrained.writing import save_model
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.pretrained_models import (

@@ -2,16 +2,11 @@
 
 from shmap_tp.errors import UserError, shown
 from shmap_tp.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
-from shmap_tp.pretrained.families.gpt2 import GPT2
-from shmap_tp.pretrained.families.gpt_neox import GPT_NEOX
+from shmap_tp.pretrained.families.gpt import GPT2, GPT_NEOX, GPTJ
 from shmap_tp.pretrained.families.gpt_oss import GPT_OSS
-from shmap_tp.pretrained.families.gptj import GPTJ
-from shmap_tp.pretrained.families.llama import LLAMA
-from shmap_tp.pretrained.families.mistral import MISTRAL, MIXTRAL
+from shmap_tp.pretrained.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3, SMOLLM3
 from shmap_tp.pretrained.families.olmo import OLMO2, OLMO3, OLMOE
-from shmap_tp.pretrained.families.phi3 import PHI3
 from shmap_tp.pretrained.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from shmap_tp.pretrained.families.smollm3 import SMOLLM3
 from shmap_tp.pretrained.family import Family
 
 FAMILIES = [

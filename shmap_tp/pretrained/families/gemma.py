@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys
+from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in
 from shmap_tp.pretrained.families.llama import ROWS, SHAPE, whole_heads
 from shmap_tp.pretrained.family import Family, Key, Row
-from shmap_tp.pretrained.layer_types import layer_types, pattern_in
 
 _TANH = "gelu_pytorch_tanh"
 _HEAD_DIM = Key("head_dim", ("head_dim",), 256)

@@ -10,10 +10,9 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig, RotaryScaling
 from shmap_tp.errors import UserError
-from shmap_tp.pretrained.config_json import RotaryKeys
+from shmap_tp.pretrained.config_json import RotaryKeys, layer_types, pattern_in
 from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, without_mlp
 from shmap_tp.pretrained.family import Family, Key, Row
-from shmap_tp.pretrained.layer_types import layer_types, pattern_in
 
 
 def _derived(config: Mapping[str, Any], where: str) -> dict[str, Any]:

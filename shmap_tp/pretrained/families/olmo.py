@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from shmap_tp.errors import UserError
-from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys
+from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in
 from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, SWIGLU
 from shmap_tp.pretrained.families.qwen import EXPERT_ROWS
 from shmap_tp.pretrained.family import Family, Key, Row
-from shmap_tp.pretrained.layer_types import layer_types, pattern_in
 
 _LAYER = "model.layers.{layer}."
 _NORMS_OF_HEADS = (

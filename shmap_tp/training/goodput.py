@@ -186,7 +186,8 @@ class WallClock:
     def __exit__(self, *exception: object) -> None:
         self._background.shutdown()
         if self._stream:
-            self._stream.close()
+            with writing(self._file):  # it writes what a full disk has refused before
+                self._stream.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         self.breakdown.add(line)

@@ -13,6 +13,7 @@ from shmap_tp.errors import StorageError
 from shmap_tp.runtime.files import replacing, write_atomically, writing
 from shmap_tp.training import loop
 from shmap_tp.training.evaluation import Evaluation
+from shmap_tp.training.goodput import TimeCategory, WallClock
 from shmap_tp.training.metrics import Recorder, read_metrics
 from tests.helpers.run_fixtures import lines, make_runs_quick, tiny
 
@@ -59,6 +60,16 @@ def test_a_full_disk_is_reported_when_writing_metrics(tmp_path):
         recorder._stream = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115 - the recorder closes it
         recorder.validation(2, Evaluation(0.5, 1.0, None))
     assert [line["step"] for line in read_metrics(file)] == [1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_reported_when_writing_where_the_time_went(tmp_path):
+    message = rf"^{tmp_path}/time.jsonl could not be written: No space left on device"
+    with pytest.raises(StorageError, match=message), WallClock() as clock:
+        clock.open(tmp_path, 0, new_run=True)
+        clock._stream.close()
+        clock._stream = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115 - the clock closes it
+        clock.switch_to(TimeCategory.evaluation)
 
 
 def test_a_full_disk_leaves_the_saved_configuration_as_it_was(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ Collectives, of V bytes of the full array, n devices of a group in m nodes, g of
 
     all-gather, reduce-scatter    max(V (n - 1) / n / nvlink, V (m - 1) / m / (g x network))
     all-reduce                    a reduce-scatter followed by an all-gather
-    all-to-all                    1/n of the time of an all-gather of V
+    all-to-all                    max(V (n - 1) / n^2 / nvlink, V (m - 1) / m^2 / (g x network))
     ppermute                      bytes / nvlink within a node, bytes / network between nodes
 
 NCCL runs as many rings as it has links; a ring through several nodes crosses each node's boundary through the cards of
@@ -248,8 +248,10 @@ class GpuLinks:
         inside = full_bytes * (size - 1) / size / self._nvlink if size > nodes else 0.0
         each = self.target.gpu.network_rate * size / nodes
         between = full_bytes * (nodes - 1) / nodes / each
-        gather = max(inside, between) + (size - 1) * LATENCY + (nodes - 1) * NETWORK_LATENCY
-        return gather * {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1 / size}[kind]
+        latency = (size - 1) * LATENCY + (nodes - 1) * NETWORK_LATENCY
+        if kind == "all-to-all":
+            return max(inside / size, between / nodes) + latency
+        return (max(inside, between) + latency) * {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}[kind]
 
     def permute_seconds(self, size: float, pairs: Sequence[tuple[int, int]]) -> float:
         """Seconds of a ppermute: `size` bytes from source to target of every pair, all at once."""

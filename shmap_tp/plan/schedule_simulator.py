@@ -172,7 +172,7 @@ class TransferCosts:
         if kind == "collective-permute":
             return self._link_model.permute_seconds(size, _source_target_pairs(collective.attributes))
         group = sorted(min(replica_groups(collective.attributes, self._link_model.devices), key=min))
-        full_bytes = size * len(group) if kind == "reduce-scatter" else size
+        full_bytes = size * len(group) if kind in ("reduce-scatter", "all-to-all") else size
         if within is not None and within.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # an all-reduce of the full array, of which each device keeps its shard
         one_ring = '"strategy":"StrategyRing"' in collective.attributes or "1DRing" in collective.attributes

@@ -9,7 +9,8 @@ et al. 2025, "How to Scale Your Model", chapter on sharded matrices, https://jax
     all-gather, reduce-scatter    V (n - 1) / n / rate        V bytes of the full array, n devices
     all-reduce                    a reduce-scatter followed by an all-gather
     ppermute                      bytes x hops of the longest route / link rate
-    all-to-all                    1/4 of the time of an all-gather of V
+    all-to-all                    V / n x a / (4 x rate of the side)   along the side of the group, of a places, where
+                                  this is longest: half of what n / 2 devices have crosses its middle
 
 rate is the sum over the torus dimensions that the group spans: two links where the group closes to a ring in that
 dimension, else one link (a line: its end device receives everything over one link).  Interleaved groups share links: a
@@ -220,11 +221,14 @@ class LinkModel:
         """
         if len(group) == 1:
             return 0.0
-        rate, hops = self._rate_and_hops(group)
+        sides = self._sides(group)
+        rate, latency = sum(side.rate for side in sides), HOP_LATENCY * sum(side.hops for side in sides)
+        if kind == "all-to-all":
+            return full_bytes / len(group) * max(side.places / side.rate for side in sides) / 4 + latency
         if one_ring:
             rate = min(rate, 2 * self.generation.link_rate)
-        gather = full_bytes * (len(group) - 1) / len(group) / rate + hops * HOP_LATENCY
-        return gather * {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 0.25}[kind]
+        gather = full_bytes * (len(group) - 1) / len(group) / rate + latency
+        return gather * {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}[kind]
 
     def permute_seconds(self, size: float, pairs: Sequence[tuple[int, int]]) -> float:
         """Seconds of a ppermute: `size` bytes from source to target of every pair, all at once."""
@@ -261,22 +265,33 @@ class LinkModel:
         side, distance = self.sides[dim], abs(a - b)
         return min(distance, side - distance) if self.wraps(dim) else distance
 
-    def _rate_and_hops(self, group: Sequence[int]) -> tuple[float, int]:
-        """(bytes/s that each device of the group can receive, hops of the longest route)."""
+    def _sides(self, group: Sequence[int]) -> list["Side"]:
+        """The sides of a group of devices along the dimensions that it spans; of cores of one chip, between which
+        there is no link, all of its links."""
         at = self.coordinates[list(group)]
-        share = len(np.unique(at[:, 3])) / self.generation.cores
-        rate, hops = 0.0, 0
+        cores = len(np.unique(at[:, 3]))
+        share, sides = cores / self.generation.cores, []
         for dim in range(3):
             positions = np.unique(at[:, dim])
             if len(positions) == 1:
                 continue
             stride = int(np.diff(positions).max())
             ring = self.wraps(dim) and len(positions) * stride == self.sides[dim]
-            rate += self.generation.link_rate * (2 if ring else 1) / stride
-            hops += len(positions) * stride // 2 if ring else int(positions[-1] - positions[0])
-        if rate == 0.0:  # cores of one chip, with no link between them
-            return self.generation.link_rate * 2 * self.generation.dims, 1
-        return rate * share, hops
+            rate = self.generation.link_rate * (2 if ring else 1) / stride
+            hops = len(positions) * stride // 2 if ring else int(positions[-1] - positions[0])
+            sides.append(Side(cores * len(positions), rate * share, hops))
+        return sides or [Side(cores, self.generation.link_rate * 2 * self.generation.dims, 1)]
+
+
+class Side(NamedTuple):
+    """A line or ring of the chips of a group along one dimension of the torus."""
+
+    places: int
+    """Devices."""
+    rate: float
+    """Bytes/s that each device can receive along it."""
+    hops: int
+    """Of the longest route."""
 
 
 # Instructions

@@ -66,15 +66,36 @@ def test_a_gigabyte_on_a_ring_of_16_takes_the_time_computed_by_hand():
     assert model.collective_seconds("all-gather", V, at[:, 3].ravel().tolist()) == pytest.approx(15 / 16 / 90 + 8e-6)
 
 
-def test_an_all_reduce_takes_two_all_gathers_and_an_all_to_all_a_quarter():
+def test_an_all_reduce_takes_two_all_gathers():
     model, at = model_of("v4", 4, 4, 8)
     group = at[:, :, 0].ravel().tolist()
     once = model.collective_seconds("all-gather", V, group)
     assert model.collective_seconds("reduce-scatter", V, group) == once
     assert model.collective_seconds("all-reduce", V, group) == 2 * once
-    assert model.collective_seconds("all-to-all", V, group) == once / 4
     for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
         assert model.collective_seconds(kind, V, [5]) == 0, "a group of one device"
+
+
+# (version, sides, devices of the group, directed links that cross its middle, devices on either side)
+MIDDLES = [
+    ("v5e", (16, 16), (ALL, 0), 2, 8),  # a ring is cut twice
+    ("v5e", (8, 16), (ALL, 0), 1, 4),
+    ("v6e", (8, 8), (slice(2), slice(4)), 2, 4),  # two rows of four
+    ("v6e", (8, 8), (slice(4), slice(4)), 4, 8),
+    ("v5e", (16, 16), (slice(0, 16, 4), 0), 2 / 4, 2),  # four groups share the links
+    ("v4", (4, 4, 8), (ALL, ALL, 0), 8, 8),
+    ("v3", (4, 4), (ALL, 0, 0, ALL), 1, 4),  # of two cores each
+    ("v3", (4, 4), (ALL, 0, 0, 1), 1 / 2, 2),
+]
+
+
+@pytest.mark.parametrize(("version", "sides", "where", "links", "half"), MIDDLES)
+def test_half_of_what_each_half_of_a_group_has_crosses_its_middle_in_an_all_to_all(version, sides, where, links, half):
+    """V bytes of all devices together; each sends equally much to every one."""
+    model, at = model_of(version, *sides)
+    times = [model.collective_seconds("all-to-all", size, at[where].ravel().tolist()) for size in (0.0, V)]
+    crossing = half * (V / (2 * half)) / 2
+    assert times[1] - times[0] == pytest.approx(crossing / (links * GENERATIONS[version].link_rate))
 
 
 def test_all_groups_of_a_mesh_axis_take_equally_long():

@@ -77,8 +77,8 @@ def test_only_the_results_of_a_start_are_counted():
     assert reduced.comm_seconds == pytest.approx(LINK_MODEL.collective_seconds("all-reduce", 2 * BYTES, ROW))
 
 
-@pytest.mark.parametrize(("opcode", "full"), [("all-gather", 1), ("reduce-scatter", 4), ("all-to-all", 1)])
-def test_the_full_array_is_the_result_or_for_a_reduce_scatter_all_shards(opcode, full):
+@pytest.mark.parametrize(("opcode", "full"), [("all-gather", 1), ("reduce-scatter", 4), ("all-to-all", 4)])
+def test_the_full_array_is_the_result_of_a_gather_and_else_those_of_all_devices(opcode, full):
     found = run(f"%r = {X} {opcode}(%x), {ROWS}, dimensions={{0}}, to_apply=%add")
     assert found.seconds == pytest.approx(LINK_MODEL.collective_seconds(opcode, full * BYTES, ROW))
 

@@ -53,7 +53,8 @@ class Links:
         group = self.group(axes)
         if entry.operation == Operation.ppermute:  # rings are closed walks between neighbours
             return entry.count * self.model.neighbour_seconds(float(entry.bytes), group)
-        size = float(entry.bytes) * (slices * len(group) if gathers else 1)
+        is_part = gathers or entry.operation == Operation.all_to_all  # the ledger has what a device sends
+        size = float(entry.bytes) * (slices * len(group) if is_part else 1)
         operation = Operation.all_reduce if entry.operation == Operation.max else entry.operation
         seconds = self.model.collective_seconds(operation, size, group)
         if slices > 1:  # each device exchanges its shard of a slice with the other slices

@@ -29,13 +29,12 @@ from shmap_tp.config.schema import Config, Remat
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import Attention, Chunked, checkpoint_per_head
 from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.context import input_ids
 from shmap_tp.layers.linear import Linear, matmul
 from shmap_tp.layers.mlp import MlpLayer
 from shmap_tp.layers.positions import Alibi, PositionEncoding, alibi_slopes
 from shmap_tp.layers.xla_workarounds import recompute_from
-from shmap_tp.model.blocks import ParallelBlock, SequentialBlock
-from shmap_tp.model.remat import checkpointed
-from shmap_tp.model.tokens import input_ids
+from shmap_tp.model.blocks import ParallelBlock, SequentialBlock, checkpointed
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, MP, token_axes
 from shmap_tp.parallel.tensor_parallel import AllReduce

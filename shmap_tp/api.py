@@ -27,8 +27,7 @@ from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
 from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
 from shmap_tp.inference.training_samples import make_training_sampler
-from shmap_tp.model.components import MODEL_PARTS, held_in
-from shmap_tp.model.tokens import (
+from shmap_tp.layers.context import (
     IGNORE,
     Counted,
     Segments,
@@ -38,8 +37,9 @@ from shmap_tp.model.tokens import (
     checked_tokens,
     with_free_space,
 )
+from shmap_tp.model.sharded_model import MODEL_PARTS, held_in
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.int8 import quantized_as, require_unquantized
+from shmap_tp.parallel.weights import quantized_as, require_unquantized
 from shmap_tp.pretrained.configuration import derive_model, require_expressible
 from shmap_tp.pretrained.peft import SavedAdapter, open_adapter
 from shmap_tp.pretrained.source import Source, open_source

@@ -18,7 +18,7 @@ from shmap_tp.config.validate import mesh_shape
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.xla_options import compile_with, compiler_options
-from shmap_tp.model.tokens import (
+from shmap_tp.layers.context import (
     Counted,
     Segments,
     Tokens,
@@ -28,8 +28,8 @@ from shmap_tp.model.tokens import (
     with_free_space,
 )
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.int8 import require_unquantized
-from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.parallel.partitioning import leaves_by_path
+from shmap_tp.parallel.weights import require_unquantized
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.start import base_of, pretrained_parameters, recorded_base, recorded_source
 from shmap_tp.runtime.run_lock import lock_directories

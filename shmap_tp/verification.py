@@ -19,14 +19,13 @@ from shmap_tp.data.location import bucket_messages, open_file_system
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, parse_meta
 from shmap_tp.data.token_files import scan
 from shmap_tp.errors import UserError
-from shmap_tp.model.tokens import document_segments
-from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.layers.context import document_segments
+from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import reading
 from shmap_tp.trainer import Trainer
 from shmap_tp.training.checkpoint_files import absolute, checkpoint_steps, directory_of_checkpoints, is_in_progress
-from shmap_tp.training.integrity import find_faults
-from shmap_tp.training.replica_check import ReplicaCheck
+from shmap_tp.training.integrity import ReplicaCheck, find_faults
 from shmap_tp.training.step import State
 
 

@@ -59,9 +59,9 @@ CUSTOM_GRADIENTS = {
     "layers/flash_attention.py",
     "layers/grouped_matmul.py",
     "layers/linear.py",
-    "layers/rotation.py",
+    "layers/positions.py",
     "layers/xla_workarounds.py",
-    "model/remat.py",
+    "model/blocks.py",
     "model/loss.py",
 }
 """Files and sub-packages that may define gradients by hand."""
@@ -181,8 +181,8 @@ def test_private_modules_of_other_libraries_are_imported_in_few_files():
 
 
 def test_arrays_are_named_in_one_module():
-    """By the functions of key_paths.py."""
-    others = [file for file in PYTHON if file != PACKAGE / "parallel" / "key_paths.py"]
+    """By the functions of partitioning.py."""
+    others = [file for file in PYTHON if file != PACKAGE / "parallel" / "partitioning.py"]
     assert not places(others, lambda node: isinstance(node, ast.Attribute) and node.attr == "keystr")
 
 

@@ -25,10 +25,10 @@ from shmap_tp.layers.linear import Kind, Linear
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
 from shmap_tp.model import loss
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel import collective_matmul, fsdp, ring, tensor_parallel
+from shmap_tp.parallel import collective_matmul, fsdp, tensor_parallel, weights
+from shmap_tp.parallel.collective_matmul import RingStep
 from shmap_tp.parallel.fsdp import Fsdp, Zero1
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.parallel.ring import RingStep
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
 from shmap_tp.plan.communication.ledger import Direction
@@ -112,9 +112,9 @@ MISTAKES = {
     "an fsdp weight is gathered in another order": (
         fsdp, "all_gather", gather_flipped, wrong, partial(compare_model, FSDP, gradients=False)),
     "a gradient ring returns only the local term": (
-        ring, "ring_reduce_scatter", local_term, wrong, partial(compare_model, SLICES)),
+        weights, "ring_reduce_scatter", local_term, wrong, partial(compare_model, SLICES)),
     "a gradient ring over many tokens, whose terms wait for no received sums, which is right": (
-        ring, "MIN_TOKENS_TO_OVERLAP", 0, nullcontext(), partial(compare_model, SLICES)),
+        weights, "MIN_TOKENS_TO_OVERLAP", 0, nullcontext(), partial(compare_model, SLICES)),
     "no fsdp gather between slices": (Fsdp, "gather_between_slices", kept, refused_by_shape, TRACE_SLICES),
     "no reduction of fsdp gradients between slices": (Fsdp, "reduce_gradient", kept, refused_by_shape, TRACE_SLICES),
     "an fsdp gradient is reduce-scattered again after the transpose of the all-gather": (

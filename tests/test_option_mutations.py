@@ -18,8 +18,7 @@ from shmap_tp.layers.attention import Attention
 from shmap_tp.layers.linear import Kind, Linear
 from shmap_tp.layers.mlp import MlpLayer, swiglu
 from shmap_tp.layers.norm import AfterNorm, LayerNorm, RMSNorm
-from shmap_tp.layers.positions import Rotary
-from shmap_tp.layers.rotation import Llama3Scaling, Rotation
+from shmap_tp.layers.positions import Llama3Scaling, Rotary, Rotation
 from shmap_tp.model import loss
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP

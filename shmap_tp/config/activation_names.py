@@ -1,7 +1,7 @@
 """The names under which layers offer activations to rematerialisation policies (`jax.ad_checkpoint.checkpoint_name`),
 and the activations that each policy saves.
 
-A layer names what a policy may want to save; `model/remat.py` builds the JAX policies.  Only saved activations can be
+A layer names what a policy may want to save; `model/blocks.py` builds the JAX policies.  Only saved activations can be
 offloaded.
 """
 

@@ -39,7 +39,7 @@ from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer
 from shmap_tp.errors import UserError
-from shmap_tp.model.tokens import IGNORE
+from shmap_tp.layers.context import IGNORE
 from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading

@@ -3,7 +3,7 @@
 The loss counts what the model would have to write: each assistant turn that follows another message, to the end token
 that the template puts after it.  Where the template has {% generation %}, that says what a turn is; else it is what the
 turn adds to the prompt that generation would have had.  A token that does not count stands as -1 - id, as in a batch
-(`model/tokens.py`).
+(`layers/context.py`).
 
 Some templates write earlier turns in another way than the last one: those of thinking models leave out what was thought
 before.  Then the whole conversation holds turns that the model never writes, so each of its assistant turns becomes a

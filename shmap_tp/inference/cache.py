@@ -28,8 +28,8 @@ from jaxtyping import Array, Float, Int
 from shmap_tp.config.schema import ModelConfig, PositionKind
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend
-from shmap_tp.layers.splash_masks import BLOCKS
-from shmap_tp.model.layer_pattern import layer_options, scan_layers
+from shmap_tp.layers.flash_attention import BLOCKS
+from shmap_tp.model.transformer import layer_options, scan_layers
 from shmap_tp.parallel.mesh import MP
 
 QUERY_CHUNK = 256

@@ -32,10 +32,10 @@ from shmap_tp.model.sharded_model import ShardedModel
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant, mark_varying
 from shmap_tp.parallel.fsdp import PlacedParameters
-from shmap_tp.parallel.int8 import quantized_specs
 from shmap_tp.parallel.mesh import MP, token_axes
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes
 from shmap_tp.parallel.tensor_parallel import AllReduce, TensorParallel, prompt_tensor_parallel
+from shmap_tp.parallel.weights import quantized_specs
 
 COPIES_FILL = 0.8
 """Share of a device's memory that weights, copies of those of the blocks and the cache may fill while decoding."""

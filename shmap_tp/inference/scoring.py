@@ -28,9 +28,9 @@ from shmap_tp.data.tokenizer import TextBytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.sampling import argmax
+from shmap_tp.layers.context import positions_of
 from shmap_tp.layers.embedding import OutputProjection, score
 from shmap_tp.model.loss import target_statistics
-from shmap_tp.model.tokens import positions_of
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_gather_invariant
 from shmap_tp.parallel.context_parallel import own_chunks, row_order, time_ranks

@@ -18,8 +18,7 @@ from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind, S
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.layers.attention import AnyAttention, Chunked
-from shmap_tp.layers.flash_attention import SPLASH_HEAD_DIMS, Cudnn, Splash
-from shmap_tp.layers.splash_masks import BLOCKS, MOST_KEYS
+from shmap_tp.layers.flash_attention import BLOCKS, MOST_KEYS, SPLASH_HEAD_DIMS, Cudnn, Splash
 
 
 def select_attention(

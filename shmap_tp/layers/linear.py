@@ -18,7 +18,7 @@ A weight is an array, or multiplies in a way of its own: a `Ring` is an FSDP wei
 and an `Int8` scales the product.  Which one a layer has is decided by `fsdp.gather`, and by the dtype of the model.
 
 The dim that mp shards is stored first, and FSDP shards it further if it can.  In an MLP that is the longer dim, so a
-piece of a weight gradient that is reduced in a ring (`parallel/ring.py`) reads only the smaller operand in full.
+piece of a weight gradient that is reduced in a ring (`parallel/weights.py`) reads only the smaller operand in full.
 """
 
 from collections.abc import Callable
@@ -36,10 +36,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.fsdp import Weight
-from shmap_tp.parallel.int8 import Int8
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declare, param_of
-from shmap_tp.parallel.ring import Ring
+from shmap_tp.parallel.weights import Int8, Ring
 
 
 class Kind(Enum):

@@ -19,8 +19,8 @@ from jaxtyping import PRNGKeyArray
 from shmap_tp.config.schema import AdapterConfig, AdapterScale
 from shmap_tp.errors import UserError
 from shmap_tp.layers.linear import DECLARED, Linear, with_adapter
-from shmap_tp.parallel.int8 import is_int8
-from shmap_tp.parallel.key_paths import is_factor, path_name
+from shmap_tp.parallel.partitioning import is_factor, path_name
+from shmap_tp.parallel.weights import is_int8
 
 ALL = "all"
 

@@ -29,7 +29,7 @@ import equinox as eqx
 
 from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
 from shmap_tp.errors import UserError
-from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
+from shmap_tp.model.sharded_model import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.tracing import (
     SCORES,
     VALUES,
@@ -41,7 +41,7 @@ from shmap_tp.model.tracing import (
     trace_gradients,
 )
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.parallel.tensor_parallel import AllReduce
 
 Terms = dict[str, int]

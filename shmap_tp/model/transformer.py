@@ -8,6 +8,14 @@ B batch, T time, D model width, V vocabulary rows, L layers.  V/mp: dim V sharde
 
 x is the residual stream, [B T D] or [B T/mp D] as the tensor-parallel mode says.  Around each part, and not inside it,
 its FSDP weights are gathered (`fsdp.gather`).
+
+Layers may differ as `model.layer_pattern` says.  P layers of a period:
+
+    pattern [local, local, global], 7 layers:   (local, local, global), (local, local, global), local
+
+Parameters are stacked over layers as without a pattern.  An iteration of the scan computes the layers of one period one
+after the other, so each layer's attention is chosen when the program is traced, and the program is as long as a period,
+whatever the number of layers.  The layers beyond the last whole period follow the scan.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,26 +26,92 @@ from typing import Any, Protocol, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import ModelConfig, Remat, SavedActivation, padded_vocabulary
+from shmap_tp.config.schema import LayerKind, ModelConfig, Remat, SavedActivation, padded_vocabulary
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention
-from shmap_tp.layers.context import Cache, Context, Extras
+from shmap_tp.layers.causal_attention import Pattern
+from shmap_tp.layers.context import Cache, Context, Extras, positions_within
 from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead
 from shmap_tp.layers.grouped_matmul import GroupedMatmul, ragged_dot
 from shmap_tp.layers.norm import LayerNorm, RMSNorm, make_norm
-from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
+from shmap_tp.layers.positions import Alibi, Learned, NoPositions, Rotary, make_position_encoding, make_rotation
 from shmap_tp.layers.xla_workarounds import isolate_gradient, join_gradients
 from shmap_tp.model.adapters import with_adapters
-from shmap_tp.model.blocks import BLOCKS, MakeMlp
-from shmap_tp.model.layer_pattern import LayerOptions, layer_options, scan_layers
-from shmap_tp.model.remat import checkpointed, save_at_block_end
-from shmap_tp.model.tokens import positions_within
+from shmap_tp.model.blocks import BLOCKS, MakeMlp, checkpointed, save_at_block_end
 from shmap_tp.parallel.fsdp import gather, has_gathered, reduces_gradient
 from shmap_tp.parallel.partitioning import stacked
 from shmap_tp.parallel.tensor_parallel import TensorParallel
+
+Body = Callable[[Any, Any], tuple[Any, Any]]
+"""(carry, a layer) -> (carry, output), as lax.scan takes it."""
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """In what a layer may differ from the others."""
+
+    pattern: Pattern
+    """What its attention computes, without arrays."""
+    encoding: Rotary | NoPositions | None = None
+    """None: that of the model."""
+
+    def within(self, context: Context) -> Context:
+        """The context of this layer."""
+        return replace(context, pattern=self.pattern, encoding=self.encoding or context.encoding)
+
+
+def layer_options(config: ModelConfig) -> tuple[LayerOptions, ...]:
+    """The options of each layer of a period: layer i has element i % P."""
+    rotary = None
+    if config.rotary_local_base is not None:
+        rotary = Rotary(replace(make_rotation(config), base=config.rotary_local_base, scaling=None))
+    scale = None if config.attention_scale_dim is None else config.attention_scale_dim**-0.5
+    everywhere = Pattern(softcap=config.attention_softcap, scale=scale)
+    of_kind = {
+        LayerKind["local"]: LayerOptions(replace(everywhere, window=config.window), rotary),
+        LayerKind["global"]: LayerOptions(everywhere),
+        LayerKind["nope"]: LayerOptions(everywhere, NoPositions()),
+    }
+    return tuple(of_kind[kind] for kind in config.layer_pattern or [LayerKind.local])
+
+
+def scan_layers(
+    bodies: Sequence[Body], carry: Any, layers: Any, *, outside: Sequence[Body] | None = None
+) -> tuple[Any, Any]:
+    """lax.scan over the first dim of every array of `layers`; layer i is computed by bodies[i % P], or in no loop by
+    outside[i % P] (None: also by bodies).  A loop of one iteration is none: XLA unrolls it.
+
+    As many outputs as layers, stacked.
+    """
+    period, outside = len(bodies), outside or bodies
+    whole, rest = divmod(len(jax.tree.leaves(layers)[0]), period)
+    bodies = bodies if whole > 1 else outside
+    if period == 1:
+        return lax.scan(bodies[0], carry, layers)
+
+    def unrolled(bodies: Sequence[Body], carry: Any, layers: Any) -> tuple[Any, Any]:
+        outputs = []
+        for i, body in enumerate(bodies):
+            carry, output = body(carry, jax.tree.map(lambda x, i=i: x[i], layers))
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
+
+    # slice_in_dim has strides: the gradient of x[a:b], which has none, JAX cannot add to a Ref (`loss_and_gradients`).
+    def periods(x: jax.Array) -> jax.Array:
+        return lax.slice_in_dim(x, 0, whole * period).reshape(whole, period, *x.shape[1:])
+
+    carry, outputs = lax.scan(partial(unrolled, bodies), carry, jax.tree.map(periods, layers))
+    outputs = jax.tree.map(lambda x: x.reshape(whole * period, *x.shape[2:]), outputs)
+    if not rest:
+        return carry, outputs
+    beyond = jax.tree.map(lambda x: lax.slice_in_dim(x, whole * period, whole * period + rest), layers)
+    carry, last = unrolled(outside[:rest], carry, beyond)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), outputs, last)
+
 
 MakeBlock = Callable[..., Any]
 """(config, attend, *, key, mlp) -> a block, as the classes of model/blocks.py."""
@@ -90,8 +164,8 @@ class Transformer(eqx.Module):
 
     Communication  the embedding's output is reduced and the head's input enters, as `tp` does that; the blocks' own.
 
-    `remat.py` lists what each `remat` policy saves.  None saves what `enter` gathered over mp: it would take mp
-    times the memory of what it was gathered from, and is gathered again in the backward pass.
+    `checkpointed` of `blocks.py` lists what each `remat` policy saves.  None saves what `enter` gathered over mp: it
+    would take mp times the memory of what it was gathered from, and is gathered again in the backward pass.
     """
 
     embedding: VocabParallelEmbedding

@@ -15,7 +15,7 @@ The residual stream is x[B T/mp D].  Time is computed in n chunks; on device i, 
 
 Hops in one direction overlap matmuls of the chunks of the other.  Each function's backward pass is a ring like the
 other's forward pass; it is written out because JAX's own transpose leaves the compiler free to compute the terms of a
-sum at any time (`parallel/ring.py`).  The plain versions are `SequenceParallel.column_parallel` and `row_parallel`.
+sum at any time (`RingStep`).  The plain versions are `SequenceParallel.column_parallel` and `row_parallel`.
 
 One hop hides at most what is multiplied meanwhile: a chunk of n tokens takes n D 2 / rate seconds to the next neighbour
 while two chunks are multiplied, 2 n D 2 F / peak.  A sublayer hides its ring where F > peak / (2 rate): 3055 features
@@ -27,16 +27,93 @@ is exposed and chunks are large; the planner compares.
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import MP, ring_permutation
-from shmap_tp.parallel.ring import RingStep, ring_offsets, ring_reduce_scatter, to_float32
+
+# A reduce-scatter in a ring
+
+
+def ring_offsets(n: int) -> list[int]:
+    """The offsets of a ring of n devices, the nearest first: 0, -1, 1, -2, 2 ... n/2."""
+    return sorted(range(-((n - 1) // 2), n // 2 + 1), key=abs)
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """The computation of one term, and its place in the schedule.
+
+    When a term is computed is not left to the compiler: XLA for TPU computes most terms before or under the first hop,
+    so that the other hops overlap nothing (docs/performance-notes.md).  Optimization barriers let a term wait for a hop
+    to begin or to end.  Without them the ring would be a plain `lax.psum_scatter` of all terms.
+
+    The barriers apply to an operand of the computation.  Where a backward pass recomputes what reads that operand, it
+    recomputes everything the operand waited for, too.
+    """
+
+    offset: int
+    """Which device the term is meant for."""
+    sent: list[Array]
+    """Partial sums for the same device, before their hop to this one."""
+    received: list[Array]
+    """The same after their hop; at offset 0 without the last one, whose hop overlaps the computation of this term."""
+
+    def after_send(self, x: PyTree[Array]) -> PyTree[Array]:
+        """x, not available before everything in `sent`: what is computed from it overlaps the hop."""
+        return _wait_for(self.sent, x)
+
+    def after_receive(self, x: PyTree[Array]) -> PyTree[Array]:
+        """x, not available before everything in `received`: XLA then adds the received sums as it computes the term,
+        instead of reading both from memory afterwards."""
+        return _wait_for(self.received, x)
+
+
+def _wait_for(arrays: list[Array], x: PyTree[Array]) -> PyTree[Array]:
+    return lax.optimization_barrier((arrays, x))[1] if arrays else x
+
+
+def ring_reduce_scatter(
+    term: Callable[[RingStep], Array], n: int, dtype: DTypeLike, send: Callable[[Array, int], Array]
+) -> Array:
+    """The sum, over the n devices of a ring, of the terms that are meant for this device; in `dtype`.
+
+    Every device holds one term for each device.  On device i, offset o stands for device (i + o) mod n.  Offsets run
+    from -(n - 1) // 2 to n // 2: partial sums move in both directions at once, each at most n / 2 hops, and the hops
+    overlap the computation of the terms that they add up.
+
+    `term(step)` computes the term for the device at `step.offset`; all have one shape.  `send(x, by)` passes x, in
+    `dtype`, to the device `by` positions further along the ring.  Sums are accumulated in float32 or wider.
+
+    Communication  n - 1 calls of `send`, each of one term in `dtype`; half of them in each direction, two at a time.
+    """
+    sent: dict[int, list[Array]] = {offset: [] for offset in ring_offsets(n)}
+    received: dict[int, list[Array]] = {offset: [] for offset in ring_offsets(n)}
+    for offset in reversed(received):  # the farthest first
+        total = to_float32(term(RingStep(offset, sent[offset], received[offset][: None if offset else -1])))
+        for partial_sum in received[offset]:
+            total += to_float32(partial_sum)
+        if offset:
+            towards = 1 if offset > 0 else -1
+            sent[offset - towards].append(total.astype(dtype))
+            received[offset - towards].append(send(total.astype(dtype), towards))
+    return total.astype(dtype)
+
+
+def to_float32(x: Array) -> Array:
+    """x in float32, or in its own dtype if that is wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# Matmuls with collectives
 
 TimeChunks = tuple[PyTree[Float[Array, "B chunk ..."]], ...]
 """One array per chunk of time, in the order of `ring_offsets`; of `AfterNorm` one tuple of arrays."""

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Shaped
 
-from shmap_tp.parallel.partitioning import spec_axes
+from shmap_tp.parallel.mesh import spec_axes
 
 Axes = str | tuple[str, ...]
 

@@ -46,7 +46,6 @@ from jaxtyping import Array, Float
 
 from shmap_tp.config.schema import MeshConfig, Zero
 from shmap_tp.parallel.collectives import all_gather, all_gather_invariant, all_reduce, local_shard, reduce_scatter
-from shmap_tp.parallel.int8 import Int8, is_int8
 from shmap_tp.parallel.mesh import DP_SLICE, Role, axes_of, axis_sizes, has_rings, token_axes
 from shmap_tp.parallel.partitioning import (
     Declaration,
@@ -57,7 +56,7 @@ from shmap_tp.parallel.partitioning import (
     shard_over,
     sharded_dim,
 )
-from shmap_tp.parallel.ring import Ring, RingSide, WeightLayout
+from shmap_tp.parallel.weights import Int8, Ring, RingSide, WeightLayout, is_int8
 
 Weight = Float[Array, "..."] | Int8 | Ring
 """What a layer multiplies with.  An array and an `Int8` are stored; `gather` makes a `Ring`."""

@@ -89,6 +89,11 @@ def mesh_order(axes: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in AXES if name in axes)
 
 
+def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One entry of a PartitionSpec as the axes that shard its dim."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def axis_sizes(config: MeshConfig) -> dict[str, int]:
     """The axes of the mesh of `config`, in the order of AXES, and their sizes.
 

@@ -4,7 +4,8 @@
     blocks: ParallelBlock       = stacked()            every array inside has a leading dim of L layers, never sharded
 
 The rest is derived: the PartitionSpecs of the parameters, over which axes their gradients are summed, over which ZeRO
-shards them (`fsdp.py`), and the partitioning of the optimizer's state.
+shards them (`fsdp.py`), and the partitioning of the optimizer's state.  Arrays are named by their paths, such as
+params/blocks/attention/query/weight.
 """
 
 import math
@@ -19,10 +20,30 @@ import optax
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
 
-from shmap_tp.parallel.int8 import is_int8
-from shmap_tp.parallel.key_paths import path_name
-from shmap_tp.parallel.mesh import AXES
+from shmap_tp.parallel.mesh import AXES, spec_axes
+from shmap_tp.parallel.weights import is_int8
+
+
+def path_name(path: tuple, separator: str = "/") -> str:
+    """The name of a path of jax.tree_util, its keys joined by `separator`."""
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
+
+
+def is_factor(path: tuple) -> bool:
+    """Whether this is the path of a factor of an adapter, the field `adapter` of a linear layer."""
+    return GetAttrKey("adapter") in path
+
+
+def leaves_by_path(tree: Any, separator: str = "/", is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Every leaf of `tree` by the name of its path, in the order of the tree."""
+    return {path_name(path, separator): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+
+
+def types_by_path(tree: Any) -> dict[str, str]:
+    """dtype and shape of every array of `tree`, such as float32[2, 3], by the name of its path."""
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in leaves_by_path(tree).items()}
 
 
 class ParameterKind(Enum):
@@ -192,11 +213,6 @@ def sharded_dim(spec: P, axis: str) -> int | None:
 def axes_in(spec: P) -> tuple[str, ...]:
     """All axes that a spec shards some dim over."""
     return tuple(axis for entry in spec for axis in spec_axes(entry))
-
-
-def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """One entry of a PartitionSpec as the axes that shard its dim."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def named_shardings(mesh: Mesh, specs: Any) -> Any:

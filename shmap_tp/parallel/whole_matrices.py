@@ -31,7 +31,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shmap_tp.parallel.collectives import all_gather_invariant, local_shard, mark_varying, varying_axes
-from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declarations, spec_axes
+from shmap_tp.parallel.mesh import spec_axes
+from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declarations
 
 MatrixFunction = Callable[[Float[Array, "N R C"]], Float[Array, "N R C"]]
 

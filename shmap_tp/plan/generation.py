@@ -27,8 +27,8 @@ from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import SLOTS_MULTIPLE, Options
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, Progress, with_blocks
 from shmap_tp.layers.experts import even_share
-from shmap_tp.model.components import held_in
 from shmap_tp.model.flops import parameters
+from shmap_tp.model.sharded_model import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim

@@ -9,8 +9,8 @@ from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients, Remat
 from shmap_tp.hardware.devices import Peak, generation
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
-from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.model.flops import flops_per_token, frozen_parameters, hardware_flops_per_token, parameters
+from shmap_tp.model.sharded_model import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.parallel.mesh import CP, DP, EP, MP
 from shmap_tp.plan.communication.ledger import format_bytes
 

@@ -14,7 +14,7 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig, RotaryScaling
 from shmap_tp.config.values import kinds_of
 from shmap_tp.errors import UserError, shown
-from shmap_tp.layers.rotation import yarn_amplitude
+from shmap_tp.layers.positions import yarn_amplitude
 
 LLAMA3 = {
     "factor": "rotary_scaling_factor",

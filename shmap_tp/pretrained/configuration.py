@@ -10,7 +10,7 @@ from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.data.text_directory import MODEL, TextDirectory
 from shmap_tp.errors import UserError, shown
-from shmap_tp.model.components import MODEL_PARTS
+from shmap_tp.model.sharded_model import MODEL_PARTS
 from shmap_tp.pretrained.families import FAMILIES
 from shmap_tp.pretrained.family import ARCHITECTURE_KEYS, DEFAULT_CONTEXT, Family, plain
 from shmap_tp.pretrained.source import SINGLE, Source, open_source

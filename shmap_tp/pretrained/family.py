@@ -13,7 +13,7 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError, shown
-from shmap_tp.layers.rotation import yarn_amplitude
+from shmap_tp.layers.positions import yarn_amplitude
 from shmap_tp.pretrained.config_json import (
     LLAMA3,
     SCALINGS,

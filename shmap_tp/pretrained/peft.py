@@ -26,7 +26,7 @@ import numpy as np
 from shmap_tp.config.schema import AdapterConfig, AdapterScale, ModelConfig, Precision
 from shmap_tp.errors import UserError, shown
 from shmap_tp.model.adapters import split_factors
-from shmap_tp.model.components import parameter_shapes
+from shmap_tp.model.sharded_model import parameter_shapes
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import Declaration, declarations
 from shmap_tp.pretrained.configuration import Target

@@ -22,9 +22,8 @@ from tqdm import tqdm
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.int8 import Int8, is_int8, quantize
-from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.parallel.partitioning import is_stacked
+from shmap_tp.parallel.partitioning import is_stacked, leaves_by_path
+from shmap_tp.parallel.weights import Int8, is_int8, quantize
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array, tensors_within
 from shmap_tp.pretrained.source import Source
 from shmap_tp.pretrained.tensor_files import StoredTensor

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from shmap_tp.config.schema import Config, HeldIn, ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import split_factors
-from shmap_tp.model.components import held_in
+from shmap_tp.model.sharded_model import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.pretrained.peft import SavedAdapter, load_factors
 from shmap_tp.pretrained.reading import load_parameters

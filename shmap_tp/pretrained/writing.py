@@ -33,7 +33,7 @@ from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import StorageError, UserError, shown
 from shmap_tp.inference.text import tokenizer_of_checkpoint
 from shmap_tp.model.adapters import merged, split_factors
-from shmap_tp.model.components import held_in
+from shmap_tp.model.sharded_model import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked

@@ -6,7 +6,7 @@ advance either.  Its batch is used up, so the data order remains a function of t
 The decision is made inside the compiled step from the loss, the global norm of the gradient, and the global norms of
 the parameters before and after the update.  By their types, all are equal on all devices, so all devices decide the
 same.  A non-finite value on any device reaches them through the reductions that compute them.  (Replicas of one
-gradient that differ between devices are a hardware fault that a norm cannot detect; see `replica_check`.)
+gradient that differ between devices are a hardware fault that a norm cannot detect; see `ReplicaCheck`.)
 
 Consecutive skipped steps form a streak.  After guard.max_consecutive of them the run is saved and stops with exit code
 2.  No checkpoint from before a streak is deleted during it (`checkpoint`), a checkpoint from within a streak that is

@@ -25,7 +25,7 @@ from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError, first_line
-from shmap_tp.parallel.key_paths import types_by_path
+from shmap_tp.parallel.partitioning import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.background import interruptible
 from shmap_tp.runtime.files import make_directory, write_atomically, writing

@@ -22,7 +22,7 @@ from shmap_tp.config.run_directory import saved_checkpoint_dir
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import StorageError, UserError, first_line, shown
 from shmap_tp.model.transformer import Transformer
-from shmap_tp.parallel.key_paths import types_by_path
+from shmap_tp.parallel.partitioning import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.background import interruptible
 from shmap_tp.runtime.files import first_contact

@@ -10,7 +10,7 @@ from typing import Any
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError, first_line, shown
-from shmap_tp.model.components import PARTS
+from shmap_tp.model.sharded_model import PARTS
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from shmap_tp.runtime.files import file_size
 from shmap_tp.training.step import CONFIGURED, Components

@@ -33,12 +33,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
+from shmap_tp.layers.context import Batch
 from shmap_tp.model.adapters import without_adapters
-from shmap_tp.model.tokens import Batch
+from shmap_tp.model.loss import LossParts, Objective, next_token_objective
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.mesh import token_axes
-from shmap_tp.training.objective import LossParts, Objective, next_token_objective
 
 METRICS = (
     *("reward_accuracy", "reward_margin", "chosen_log_probability", "rejected_log_probability"),

@@ -14,14 +14,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shmap_tp.config.schema import Config
+from shmap_tp.layers.context import Batch, next_token_batch, of_this_device, positions_of, tokens_spec
 from shmap_tp.layers.embedding import score
+from shmap_tp.model.loss import all_tokens, next_token_objective
 from shmap_tp.model.sharded_model import ShardedModel, shard_model
-from shmap_tp.model.tokens import Batch, next_token_batch, of_this_device, positions_of, tokens_spec
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.context_parallel import own_chunks, row_order, time_ranks
 from shmap_tp.parallel.mesh import Role, axes_of, token_axes
-from shmap_tp.training.objective import all_tokens, next_token_objective
 from shmap_tp.training.step import (
     CONFIGURED,
     Components,

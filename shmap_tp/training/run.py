@@ -43,10 +43,10 @@ from shmap_tp.training.environment import (
     warn_of_many_emulated_devices,
 )
 from shmap_tp.training.goodput import TimeCategory, WallClock
+from shmap_tp.training.integrity import ReplicaCheck
 from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples, plot_losses
 from shmap_tp.training.optimizer import describe_schedule
 from shmap_tp.training.profiler import Profile
-from shmap_tp.training.replica_check import ReplicaCheck
 from shmap_tp.training.resume import (
     BASE,
     refuse_foreign_config,

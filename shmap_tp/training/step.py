@@ -25,11 +25,11 @@ from jaxtyping import Array, Int
 
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import AnyAttention
+from shmap_tp.layers.context import Batch, next_token_batch, of_this_device, tokens_spec
 from shmap_tp.layers.experts import balanced_routers, drops_tokens
 from shmap_tp.layers.xla_workarounds import recompute_from
-from shmap_tp.model.components import ModelComponents
-from shmap_tp.model.sharded_model import ShardedModel, shard_model
-from shmap_tp.model.tokens import Batch, next_token_batch, of_this_device, tokens_spec
+from shmap_tp.model.loss import LossParts, Objective, all_tokens, next_token_objective
+from shmap_tp.model.sharded_model import ModelComponents, ShardedModel, shard_model
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
 from shmap_tp.parallel.fsdp import gather_between_slices
@@ -38,7 +38,6 @@ from shmap_tp.parallel.partitioning import named_shardings
 from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
 from shmap_tp.training.dpo import preference_objective
-from shmap_tp.training.objective import LossParts, Objective, all_tokens, next_token_objective
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
 
 
@@ -65,7 +64,7 @@ class Components(ModelComponents):
 
     block, mlp        constructors of a block, as those of model/blocks.py, and of an MLP, as those of layers/mlp.py
     tensor_parallel   a `TensorParallel` mode
-    frozen            which parameters are not trained, and their dtype: a `Frozen` of model/components.py
+    frozen            which parameters are not trained, and their dtype: a `Frozen` of model/sharded_model.py
     make_optimizer    the `optimizer` section of the configuration -> an `Optimizer`
     load_parameters   (config, shapes with shardings) -> the parameters that a new run starts from
     identify_parameters  (config) -> "path" and "sha256" of what load_parameters reads: with adapters, checkpoints then
@@ -197,7 +196,7 @@ def build_step_functions(
     placed = model.placed.stored, optimizer.state_specs(trained_shapes, updated)
     specs = eqx.tree_at(lambda state: (state.params, state.optimizer), replicated, placed)
     objective = make_objective(config, model.execution)
-    axes = mesh.axis_names
+    axes, drops = mesh.axis_names, drops_tokens(config)
     local_step = _make_step(config, objective, optimizer, model, UpdateSharding(updated, axes, dtype))
 
     def step(
@@ -211,7 +210,7 @@ def build_step_functions(
     def evaluate(
         params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None
     ) -> tuple[Array, Array, Array | None]:
-        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, free_space=drops_tokens(config))
+        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, free_space=drops)
         local_evaluate = partial(_evaluate, objective.alone())
         return model.mapped(local_evaluate, (tokens_spec(axes),), P())(params, batch)
 

@@ -8,7 +8,7 @@ from gspmd_baseline import build_gspmd_programs
 
 from shmap_tp.config.schema import Config, Remat
 from shmap_tp.errors import UserError
-from shmap_tp.model.tokens import IGNORE
+from shmap_tp.layers.context import IGNORE
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_close
 from tests.helpers.flops import matmul_flops

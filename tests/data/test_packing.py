@@ -10,7 +10,7 @@ from shmap_tp.check import check
 from shmap_tp.data.batches import open_data
 from shmap_tp.data.prepare import pack
 from shmap_tp.errors import UserError
-from shmap_tp.model.tokens import next_token_batch
+from shmap_tp.layers.context import next_token_batch
 from shmap_tp.prepare import main as prepare
 from shmap_tp.training.step import CONFIGURED
 from tests.helpers.run_fixtures import tiny

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.parallel.partitioning import leaves_by_path
 
 RELATIVE = {"float32": 1e-6, "float64": 1e-12}
 """Largest distance of an array from the dense reference, as a fraction of the reference's largest value."""

@@ -10,14 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention
-from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.tokens import Batch, next_token_batch, tokens_spec
+from shmap_tp.layers.context import Batch, next_token_batch, tokens_spec
+from shmap_tp.model.loss import LinearCrossEntropy, Objective
 from shmap_tp.model.tracing import bodies
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.training.objective import Objective
 from shmap_tp.training.step import loss_and_gradients
 from tests.helpers.model_fixtures import mesh, shapes_of
 from tests.helpers.sharded_harness import ALL_REDUCE

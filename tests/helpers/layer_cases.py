@@ -19,8 +19,15 @@ from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, 
 from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.mlp import MLPS
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
-from shmap_tp.layers.positions import Alibi, Learned, Rotary, make_position_encoding
-from shmap_tp.layers.rotation import Llama3Scaling, Rotation, YarnScaling
+from shmap_tp.layers.positions import (
+    Alibi,
+    Learned,
+    Llama3Scaling,
+    Rotary,
+    Rotation,
+    YarnScaling,
+    make_position_encoding,
+)
 from shmap_tp.model.blocks import BLOCKS
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TensorParallel

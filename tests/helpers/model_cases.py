@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.schema import Config
 from shmap_tp.layers.attention import Chunked
+from shmap_tp.layers.context import Batch, next_token_batch, tokens_spec
 from shmap_tp.layers.embedding import score
+from shmap_tp.model.loss import all_tokens
 from shmap_tp.model.sharded_model import shard_model
-from shmap_tp.model.tokens import Batch, next_token_batch, tokens_spec
 from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import MP, make_mesh, token_axes
-from shmap_tp.training.objective import all_tokens
 from shmap_tp.training.step import loss_and_gradients, make_objective, microbatch
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, by_path

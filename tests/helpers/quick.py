@@ -10,7 +10,7 @@ QUICK = {
     "hardware": ["test_devices", "test_torus"],
     "layers": ["test_positions", "test_xla_workarounds"],
     "model": ["test_flops", "test_named_models"],
-    "parallel": ["test_mesh", "test_ring"],
+    "parallel": ["test_mesh", "test_collective_matmul"],
     "plan": [
         "test_calibration",
         "test_from_hlo",

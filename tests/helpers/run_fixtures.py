@@ -27,9 +27,9 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.data.metadata import META, SPLITS, TOKENIZER
 from shmap_tp.hardware.xla_options import compile_with
-from shmap_tp.model.tokens import tokens_spec
-from shmap_tp.parallel.key_paths import path_name
+from shmap_tp.layers.context import tokens_spec
 from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.partitioning import path_name
 from shmap_tp.training import loop, step
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.metrics import read_metrics

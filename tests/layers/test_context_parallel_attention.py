@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers import attention, splash_masks
+from shmap_tp.layers import attention, flash_attention
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.causal_attention import Pattern, causal_attention
-from shmap_tp.layers.flash_attention import Splash
-from shmap_tp.layers.splash_masks import make_splash
+from shmap_tp.layers.flash_attention import Splash, make_splash
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.context_parallel import chunks_of, row_order
 from shmap_tp.parallel.mesh import CP, MP, make_mesh
@@ -87,7 +86,7 @@ def test_splash_attention_of_cut_rows_equals_that_of_whole_rows(monkeypatch, doc
     """With one backward kernel, whose blocks of keys are 4 or 2 times those of the forward pass, and with the two of
     longer rows."""
     for name, value in (("BLOCKS", (128,)), ("MAX_ADDITIONS", 1), ("MAX_PARTIAL_DQ", 2)):
-        monkeypatch.setattr(splash_masks, name, value)
+        monkeypatch.setattr(flash_attention, name, value)
     compare(Splash(interpret=True, most_keys=most_keys), 2, 512, documents, options)
 
 

@@ -16,15 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.schema import AttentionKernel, PositionKind, Remat, RotaryScaling, SavedActivation
 from shmap_tp.errors import UserError
-from shmap_tp.layers import flash_attention, splash_masks
+from shmap_tp.layers import flash_attention
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.flash_attention import Cudnn, Splash
-from shmap_tp.layers.positions import Rotary
-from shmap_tp.layers.rotation import Rotation
-from shmap_tp.model.remat import save_at_block_end
+from shmap_tp.layers.positions import Rotary, Rotation
+from shmap_tp.model.blocks import save_at_block_end
 from shmap_tp.model.tracing import bodies
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.collectives import varying_axes
@@ -68,13 +67,13 @@ def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> C
 def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head_dim, shape, defer):
     """Output, input gradient and parameter gradients; also where mp exceeds the number of key/value heads, and with
     deferred residuals."""
-    monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
+    monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
     compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
 
 
 def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch):
     """Output and gradients, with segments that end within and between blocks, others in each row; also of sinks."""
-    monkeypatch.setattr(splash_masks, "BLOCKS", (128,))
+    monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
     rng, lengths = np.random.default_rng(0), ([100, 28, 60, 68], [256])
     segments = np.array([np.repeat(np.arange(len(row)), row) for row in lengths], np.int32)
     q, k, v, cotangent = (rng.normal(size=(2, T, heads, 64)).astype(np.float32) for heads in (4, 2, 2, 4))
@@ -104,10 +103,10 @@ def test_splash_attention_skips_the_blocks_outside_of_the_window():
     another block."""
 
     def blocks(window: int | None) -> list[int]:
-        kernel = splash_masks.make_splash((1, 1024, 1024), Pattern(window=window), None, interpret=True)
+        kernel = flash_attention.make_splash((1, 1024, 1024), Pattern(window=window), None, interpret=True)
         return [np.count_nonzero(info.block_mask) for info in (kernel.fwd_mask_info, kernel.dkv_mask_info)]
 
-    with mock.patch.object(splash_masks, "BLOCKS", (128,)):
+    with mock.patch.object(flash_attention, "BLOCKS", (128,)):
         assert blocks(None) == [36, 36]
         assert blocks(129) == [15, 15] and blocks(130) == [21, 21]
 

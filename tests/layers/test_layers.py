@@ -14,12 +14,11 @@ import pytest
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.norm import LayerNorm, RMSNorm
-from shmap_tp.layers.rotation import Rotation, make_rotation
+from shmap_tp.layers.positions import Rotation, make_rotation
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Replicated, place_parameters
-from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import MP
-from shmap_tp.parallel.partitioning import decayed
+from shmap_tp.parallel.partitioning import decayed, leaves_by_path
 from shmap_tp.plan.communication.ledger import Direction, Operation, tally
 from tests.helpers import layer_cases as cases
 from tests.helpers import reference

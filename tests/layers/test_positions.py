@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.layers.positions import Learned, Rotary
-from shmap_tp.layers.rotation import Rotation, rotate_pairs_at
+from shmap_tp.layers.positions import Learned, Rotary, Rotation, rotate_pairs_at
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import TensorParallel
 from tests.helpers.assertions import RELATIVE, assert_close
@@ -42,7 +41,7 @@ def rotated(x: np.ndarray, positions: Any = None) -> dict[str, dict[str, np.ndar
 
 
 def test_rotation_at_given_positions_is_that_of_a_slice_of_a_sequence_which_begins_at_zero():
-    """Rotation at positions and without are computed differently (rotation.py)."""
+    """Rotation at positions and without are computed differently."""
     default, shifted, start = rotated(X), np.arange(T, dtype=np.int32), 13
     assert_close(rotated(X, shifted), default, RELATIVE["float64"])
     part = jax.tree.map(lambda y: y[:, start:], default)

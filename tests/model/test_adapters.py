@@ -17,7 +17,7 @@ from shmap_tp.layers.linear import Kind, linear_product, product_with_adapter
 from shmap_tp.model.adapters import adapter_scale
 from shmap_tp.model.flops import flops_per_token, forward_terms, frozen_parameters, parameters
 from shmap_tp.model.tracing import equations
-from shmap_tp.parallel.key_paths import leaves_by_path
+from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.plan.predict import state_bytes
 from shmap_tp.plan.search.weights import state_bytes as planned_state_bytes
 from shmap_tp.plan.search.weights import weights

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shmap_tp.model.tokens import IGNORE, document_segments, next_token_batch, positions_within
+from shmap_tp.layers.context import IGNORE, document_segments, next_token_batch, positions_within
 from tests.helpers import model_cases as cases
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config

@@ -18,7 +18,6 @@ from shmap_tp.config.schema import (
     Remat,
     padded_vocabulary,
 )
-from shmap_tp.model.components import ModelComponents
 from shmap_tp.model.flops import (
     UncountedError,
     flops_per_token,
@@ -28,6 +27,7 @@ from shmap_tp.model.flops import (
     parameters,
     recomputed_terms,
 )
+from shmap_tp.model.sharded_model import ModelComponents
 from tests.helpers.components import ADAPTER, AdapterBlock, LoopMlp, ReGluMlp
 from tests.helpers.named_models import DEFAULTS, TINY, ZOO, load
 

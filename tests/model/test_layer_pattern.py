@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shmap_tp.model.components import parameter_shapes
+from shmap_tp.model.sharded_model import parameter_shapes
 from shmap_tp.model.tracing import trace_gradients
 from shmap_tp.parallel.tensor_parallel import AllReduce
 from tests.helpers.jaxprs import equations

@@ -14,7 +14,7 @@ import pytest
 from shmap_tp import api
 from shmap_tp.layers.linear import Kind, Linear
 from shmap_tp.layers.mlp import GATES
-from shmap_tp.layers.rotation import YarnScaling
+from shmap_tp.layers.positions import YarnScaling
 from shmap_tp.pretrained.families.olmo import OLMO2
 from tests.helpers.pretrained_models import logit_error, write_directory
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import shmap_tp
-from shmap_tp.parallel.key_paths import leaves_by_path
-from shmap_tp.parallel.partitioning import decayed
+from shmap_tp.parallel.partitioning import decayed, leaves_by_path
 from tests.helpers.assertions import assert_close, assert_same_bits, distances
 from tests.helpers.paths import ROOT
 from tests.helpers.pretrained_models import dequantized, read_tensors, tokens, write_directory

@@ -7,7 +7,7 @@ import pytest
 import shmap_tp.layers.linear
 import shmap_tp.training.step
 from shmap_tp.layers.linear import Adapter, Kind
-from shmap_tp.model.components import ModelComponents
+from shmap_tp.model.sharded_model import ModelComponents
 from shmap_tp.parallel.mesh import MP
 from tests.helpers.adapter_cases import assert_base_keeps_its_bits, compare_with_merged, trained_on
 from tests.helpers.mutations import declare, keep_partial, mutate, refused_by_shape, refused_by_type, trace_step, wrong

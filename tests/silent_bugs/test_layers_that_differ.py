@@ -12,10 +12,9 @@ import pytest
 import shmap_tp.model.loss
 import shmap_tp.model.transformer
 from shmap_tp.layers import causal_attention
-from shmap_tp.layers.positions import NoPositions
-from shmap_tp.layers.rotation import Rotation, rotate_pairs
+from shmap_tp.layers.positions import NoPositions, Rotation, rotate_pairs
 from shmap_tp.model.blocks import SequentialBlock
-from shmap_tp.model.layer_pattern import LayerOptions, layer_options
+from shmap_tp.model.transformer import LayerOptions, layer_options
 from tests.helpers.layer_cases import JOINT_NORMS
 from tests.helpers.model_cases import PATTERNS, compare_model
 from tests.helpers.mutations import compare_layer, mutate, wrong

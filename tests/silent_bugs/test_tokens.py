@@ -16,14 +16,12 @@ import shmap_tp.layers.attention
 from shmap_tp.data import order as data_order
 from shmap_tp.layers.attention import Attention, Chunked
 from shmap_tp.layers.causal_attention import Pattern
-from shmap_tp.layers.context import Context
+from shmap_tp.layers.context import Batch, Context, input_ids, next_token_batch, of_this_device
 from shmap_tp.layers.positions import Alibi
-from shmap_tp.model.loss import LinearCrossEntropy
-from shmap_tp.model.tokens import Batch, input_ids, next_token_batch, of_this_device
+from shmap_tp.model.loss import LinearCrossEntropy, Objective
 from shmap_tp.parallel.context_parallel import row_order
 from shmap_tp.parallel.mesh import CP, make_mesh, ranks, token_axes
 from shmap_tp.training.model_functions import build_model_functions
-from shmap_tp.training.objective import Objective
 from tests.helpers import reference, sharded_harness
 from tests.helpers.assertions import assert_close
 from tests.helpers.layer_cases import D, H, K, T, on_residual_stream

@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 from shmap_tp.config.schema import Config, GuardConfig
 from shmap_tp.data.batches import Batches
 from shmap_tp.errors import DivergedError
+from shmap_tp.model.loss import Objective
 from shmap_tp.parallel.collectives import all_reduce, varying_axes
 from shmap_tp.parallel.mesh import DP
 from shmap_tp.runtime.exit_codes import STOPPED
@@ -30,7 +31,6 @@ from shmap_tp.training import loop, step
 from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, StepOutcome, initial_bad_step_state
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import SKIPPED
-from shmap_tp.training.objective import Objective
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, random_state
 from tests.helpers.model_fixtures import config

@@ -15,10 +15,10 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto, validate
 from shmap_tp.errors import UserError
 from shmap_tp.layers import attention
+from shmap_tp.layers import context as tokens_module
 from shmap_tp.layers.context import Extras
 from shmap_tp.layers.flash_attention import Cudnn
 from shmap_tp.layers.norm import RMSNorm
-from shmap_tp.model import tokens as tokens_module
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.parallel import context_parallel
 from shmap_tp.parallel.mesh import make_mesh

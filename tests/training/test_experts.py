@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shmap_tp.layers.context import document_segments
 from shmap_tp.layers.experts import Router
-from shmap_tp.model.tokens import document_segments
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config
 from tests.helpers.step_fixtures import (

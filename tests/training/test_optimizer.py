@@ -13,8 +13,8 @@ import pytest
 
 from shmap_tp.config.schema import OptimizerConfig
 from shmap_tp.model.sharded_model import shard_model
-from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.optimizer import Optimizer, describe_schedule, learning_rate_schedule, make_optimizer

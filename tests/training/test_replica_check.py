@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from shmap_tp.errors import HardwareError
-from shmap_tp.parallel.key_paths import leaves_by_path
 from shmap_tp.parallel.mesh import make_mesh
+from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.training import loop
-from shmap_tp.training.replica_check import ReplicaCheck, fingerprint
+from shmap_tp.training.integrity import ReplicaCheck, fingerprint
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.checkpoint_fixtures import random_state
 from tests.helpers.run_fixtures import flip_bit, tiny

@@ -15,7 +15,7 @@ from jax import lax
 
 from shmap_tp.config.schema import Config, MeshConfig
 from shmap_tp.model.blocks import SequentialBlock
-from shmap_tp.model.components import Frozen
+from shmap_tp.model.sharded_model import Frozen
 from shmap_tp.parallel import mesh as mesh_module
 from shmap_tp.parallel.mesh import AXES, DP, Role
 from shmap_tp.parallel.partitioning import param

@@ -16,7 +16,7 @@ from shmap_tp.config.schema import (
     TensorParallelMode,
     Zero,
 )
-from shmap_tp.model.components import CONFIGURED_MODEL, parameter_shapes
+from shmap_tp.model.sharded_model import CONFIGURED_MODEL, parameter_shapes
 from shmap_tp.model.tracing import trace_gradients
 from shmap_tp.parallel.mesh import DP_SLICE, EP, MP, axis_sizes, make_mesh
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL

@@ -7,7 +7,7 @@ Memory (bytes)
     state        4 P parameters, 8 P of AdamW's moments, 4 P of gradients; 2 P of frozen matrices; P as mp and the ZeRO
                  stage leave it to a device (Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 3)
     saved        2 L n times the values that the remat policy saves (Korthikanti et al. 2022,
-                 https://arxiv.org/abs/2205.05198, section 4, split as in model/remat.py), less what is offloaded
+                 https://arxiv.org/abs/2205.05198, section 4, split as in model/blocks.py), less what is offloaded
     working set  one layer's activations and their gradients; two gathered FSDP layers; bfloat16 copies of unsharded
                  weights; the logits and the gradient of the head; the scores of chunked attention
 Time (seconds)
@@ -48,7 +48,7 @@ from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.experts import rows_of_a_token
 from shmap_tp.layers.grouped_matmul import row_tile
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
-from shmap_tp.model.layer_pattern import layer_options
+from shmap_tp.model.transformer import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
 from shmap_tp.plan.search.collective_seconds import collective_seconds
 from shmap_tp.plan.search.weights import Weight, state_bytes, weights

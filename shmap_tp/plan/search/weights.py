@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import MeshConfig, ModelConfig
-from shmap_tp.model.components import CONFIGURED_MODEL, ModelComponents, parameter_shapes
+from shmap_tp.model.sharded_model import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.parallel.fsdp import Fsdp, Placement, Replicated, Zero1, is_ring_reduced, place_parameters, within_slice
-from shmap_tp.parallel.key_paths import path_name
 from shmap_tp.parallel.mesh import DP, DP_RING, DP_SLICE, axis_sizes
-from shmap_tp.parallel.partitioning import axes_in, is_stacked, partition_specs
+from shmap_tp.parallel.partitioning import axes_in, is_stacked, partition_specs, path_name
 from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
 
 

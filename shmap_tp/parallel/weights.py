@@ -1,18 +1,9 @@
-"""A ring reduce-scatter by ppermute, whose hops overlap the computation of the terms that they add up.
+"""Weights that multiply in a way of their own, in the place of an array: `Ring` and `Int8`.
 
-Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
-section 5 (bidirectional), https://doi.org/10.1145/3567955.3567959
+B batch, T time, I features in, O features out, {+dp}: a partial sum, not yet reduced over dp.
 
-Every device of a ring of n holds one term for each device; device i receives the sum of the n terms that are meant for
-it.  On device i, offset o stands for device (i + o) mod n.  Offsets run from -(n - 1) // 2 to n // 2: partial sums
-move in both directions at once, each at most n / 2 hops.
-
-When a term is computed is not left to the compiler: XLA for TPU computes most terms before or under the first hop, so
-that the other hops overlap nothing (docs/performance-notes.md).  A `RingStep` offers optimization barriers with which a
-term waits for a hop to begin or to end.  Without them this would be a plain `lax.psum_scatter` of all terms.
-
-`Ring` is an FSDP weight whose gradient is reduced so (`mesh.fsdp_gradients=ring`), over the axis dp, overlapping the
-matmul that produces it.  B batch, T time, I features in, O features out, {+dp}: a partial sum, not yet reduced over dp.
+A `Ring` is an FSDP weight whose gradient is reduced over the axis dp in a ring (`mesh.fsdp_gradients=ring`), which
+overlaps the matmul that produces it:
 
     forward    y = x[B T I] @ w[I O], w gathered before
     backward   dx = dy @ w'
@@ -25,11 +16,20 @@ The bytes are those of one reduce-scatter of dw[I O], in x's dtype; sums are acc
 is `jax.linear_transpose` of the product, then the reduce-scatter that is the transpose of the weight's all-gather.
 XLA for TPU overlaps ppermutes with matmuls, but on v2 to v5e no reduce-scatter (docs/performance-notes.md).  Where w is
 stored as [O I], or is sharded along its second dim, x and dy change places.
+
+An `Int8` has a scale for each output feature, half the bytes of bfloat16, for a model that is used and not trained:
+
+    w[D F]  ~  values[D F] x scale[F]        scale = max over D of |w| / 127, values = w / scale, rounded
+
+Values are exact in the dtype of the activations, so a linear layer multiplies with them in that, and the scale is
+applied to its result: XLA for TPUs makes the conversion part of the matmul, which reads int8
+(docs/performance-notes.md).  A weight of experts becomes an array where it is used, one that FSDP shards before it is
+gathered.  Symmetric and by the largest value, as the weights of Dettmers et al. 2022, "LLM.int8()", section 2.1,
+https://arxiv.org/abs/2208.07339
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,76 +38,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
+from jaxtyping import Int8 as Int8Array
 
+from shmap_tp.errors import UserError
+from shmap_tp.parallel.collective_matmul import RingStep, ring_reduce_scatter
 from shmap_tp.parallel.collectives import reduce_scatter
 from shmap_tp.parallel.mesh import DP, DP_RING, ring_permutation, token_axes
-
-
-def ring_offsets(n: int) -> list[int]:
-    """The offsets of a ring of n devices, the nearest first: 0, -1, 1, -2, 2 ... n/2."""
-    return sorted(range(-((n - 1) // 2), n // 2 + 1), key=abs)
-
-
-@dataclass(frozen=True)
-class RingStep:
-    """The computation of one term, and its place in the schedule.
-
-    The barriers apply to an operand of the computation.  Where a backward pass recomputes what reads that operand, it
-    recomputes everything the operand waited for, too.
-    """
-
-    offset: int
-    """Which device the term is meant for."""
-    sent: list[Array]
-    """Partial sums for the same device, before their hop to this one."""
-    received: list[Array]
-    """The same after their hop; at offset 0 without the last one, whose hop overlaps the computation of this term."""
-
-    def after_send(self, x: PyTree[Array]) -> PyTree[Array]:
-        """x, not available before everything in `sent`: what is computed from it overlaps the hop."""
-        return _wait_for(self.sent, x)
-
-    def after_receive(self, x: PyTree[Array]) -> PyTree[Array]:
-        """x, not available before everything in `received`: XLA then adds the received sums as it computes the term,
-        instead of reading both from memory afterwards."""
-        return _wait_for(self.received, x)
-
-
-def _wait_for(arrays: list[Array], x: PyTree[Array]) -> PyTree[Array]:
-    return lax.optimization_barrier((arrays, x))[1] if arrays else x
-
-
-def ring_reduce_scatter(
-    term: Callable[[RingStep], Array], n: int, dtype: DTypeLike, send: Callable[[Array, int], Array]
-) -> Array:
-    """The sum, over the n devices of a ring, of the terms that are meant for this device; in `dtype`.
-
-    `term(step)` computes the term for the device at `step.offset`; all have one shape.  `send(x, by)` passes x, in
-    `dtype`, to the device `by` positions further along the ring.  Sums are accumulated in float32 or wider.
-
-    Communication  n - 1 calls of `send`, each of one term in `dtype`; half of them in each direction, two at a time.
-    """
-    sent: dict[int, list[Array]] = {offset: [] for offset in ring_offsets(n)}
-    received: dict[int, list[Array]] = {offset: [] for offset in ring_offsets(n)}
-    for offset in reversed(received):  # the farthest first
-        total = to_float32(term(RingStep(offset, sent[offset], received[offset][: None if offset else -1])))
-        for partial_sum in received[offset]:
-            total += to_float32(partial_sum)
-        if offset:
-            towards = 1 if offset > 0 else -1
-            sent[offset - towards].append(total.astype(dtype))
-            received[offset - towards].append(send(total.astype(dtype), towards))
-    return total.astype(dtype)
-
-
-def to_float32(x: Array) -> Array:
-    """x in float32, or in its own dtype if that is wider."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-# A weight whose gradient is reduced in a ring (`mesh.fsdp_gradients=ring`)
 
 MIN_TOKENS_TO_OVERLAP = 16384
 """Below so many tokens per device a term of the ring waits for the sum it is added to (docs/performance-notes.md)."""
@@ -205,3 +145,84 @@ def _reduce_scatter_between_rings(dw: Float[Array, "..."], dim: int) -> Float[Ar
 
 def _flatten_features(x: Float[Array, "B T ..."]) -> Float[Array, "B T features"]:
     return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+
+
+# A weight of int8
+
+LARGEST = 127
+
+
+class Int8(eqx.Module):
+    """A weight of int8, in the place of the array; or its shapes, or its PartitionSpecs."""
+
+    values: Int8Array[Array, "..."]
+    scale: Float[Array, "..."]
+    """float32; without the dims of the inputs."""
+    inputs: tuple[int, ...] = eqx.field(static=True)
+    """The dims of the input features, counted from the last."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def multiply(self, product: Callable[[Array, Array], Array], x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        """product(x, w), in x's dtype.  Communication: none."""
+        y = product(x, self.values.astype(x.dtype))
+        return (y * self.scale.reshape(1, 1, *y.shape[2:])).astype(y.dtype)
+
+    def astype(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """The weight, rounded once to `dtype`."""
+        return (self.values * jnp.expand_dims(self.scale, self.inputs)).astype(dtype)
+
+
+def is_int8(node: Any) -> bool:
+    return isinstance(node, Int8)
+
+
+def quantize(w: Float[Array, "..."], inputs: tuple[int, ...]) -> Int8:
+    """The weight in int8.  An output feature whose weights are all 0 stays so.
+
+    Communication  under jit, where the inputs are sharded, one all-reduce of the largest values.
+    """
+    largest = jnp.max(jnp.abs(w), axis=inputs).astype(jnp.float32)
+    scale = jnp.where(largest > 0, largest, 1) / LARGEST
+    return Int8(jnp.round(w / jnp.expand_dims(scale, inputs)).astype(jnp.int8), scale, inputs)
+
+
+def quantized_shape(w: jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Int8:
+    """ShapeDtypeStructs of a weight in int8, sharded as `w` is."""
+    shapes = jax.eval_shape(partial(quantize, inputs=inputs), w)
+    shardings = jax.tree.map(partial(NamedSharding, w.sharding.mesh), quantized_specs(w.sharding.spec, shapes))
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+
+
+def quantized_specs(specs: Any, params: Any) -> Any:
+    """The PartitionSpecs of parameters, each of a whole weight, for `params`, of which some may be of int8."""
+
+    def spec_of(spec: P, w: Any) -> Any:
+        if not is_int8(w):
+            return spec
+        of_scale = [axes for dim, axes in enumerate(spec, -len(spec)) if dim not in w.inputs]
+        return eqx.tree_at(lambda w: (w.values, w.scale), w, (spec, P(*of_scale)))
+
+    return jax.tree.map(spec_of, specs, params)
+
+
+def quantized_as(held: Any, parameters: Any) -> Any:
+    """`parameters`, with those in int8 that are so in `held`.  One array after the other is converted, and freed if the
+    caller does not keep it.  Communication: as `quantize`."""
+    leaves, structure = jax.tree.flatten(held, is_leaf=is_int8)
+    arrays = jax.tree.leaves(parameters)
+    del parameters
+    for number, leaf in enumerate(leaves):
+        if is_int8(leaf):
+            shardings = jax.tree.map(lambda part: part.sharding, leaf)
+            convert = jax.jit(partial(quantize, inputs=leaf.inputs), out_shardings=shardings)
+            arrays[number] = jax.block_until_ready(convert(arrays[number]))
+    return jax.tree.unflatten(structure, arrays)
+
+
+def require_unquantized(parameters: Any, use: str) -> None:
+    """Raise UserError if any parameter is in int8; `use` says what is to be done with them, as a participle."""
+    if any(map(is_int8, jax.tree.leaves(parameters, is_leaf=is_int8))):
+        raise UserError(f'a model held in int8 cannot be {use}: read it with dtype="float32" or "bfloat16"')

@@ -25,8 +25,7 @@ from shmap_tp.errors import UserError, shown
 from shmap_tp.inference.generator import Options, generate
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.inference.scoring import ScoringProgram
-from shmap_tp.inference.text import encode_prompts, tokenizer_of_model
-from shmap_tp.inference.training_samples import make_training_sampler
+from shmap_tp.inference.text import encode_prompts, make_training_sampler, tokenizer_of_model
 from shmap_tp.layers.context import (
     IGNORE,
     Counted,

@@ -12,7 +12,7 @@ from shmap_tp.runtime.command_line import end_without_readers, importing, run_co
 from shmap_tp.runtime.console import print_error, write_text
 
 if TYPE_CHECKING:
-    from shmap_tp.inference.conversation import Conversation
+    from shmap_tp.inference.text import Conversation
 
 EPILOG = """\
 in the chat
@@ -57,8 +57,7 @@ def _opened(arguments: argparse.Namespace) -> "Conversation":
     """The conversation that the arguments describe.  Raises UserError."""
     with importing():
         from shmap_tp.data.chat_template import template_arguments
-        from shmap_tp.inference.conversation import Conversation
-        from shmap_tp.inference.text import chat_template_of_model, tokenizer_of_model
+        from shmap_tp.inference.text import Conversation, chat_template_of_model, tokenizer_of_model
 
     options = sampling_options(arguments, decode_tokens=4)
     model = open_model(arguments)

@@ -28,7 +28,7 @@ from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, pr
 from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.slice_types import RentedSlices, find_slices
+from shmap_tp.hardware.devices import RentedSlices, find_slices
 from shmap_tp.model.flops import parameters
 from shmap_tp.model.sharded_model import ModelComponents
 from shmap_tp.parallel.mesh import axis_sizes

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shmap_tp.config.packaged import as_installed
+from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.runtime.command_line import outlive_readers
 from shmap_tp.runtime.console import print_error
 from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
                 else check_slices(config, arguments.type, *described)
             )
             return 0
-        from shmap_tp.inference.training_samples import make_training_sampler
+        from shmap_tp.inference.text import make_training_sampler
         from shmap_tp.pretrained.start import with_pretrained
         from shmap_tp.runtime.distributed import Coordinator
         from shmap_tp.training import loop

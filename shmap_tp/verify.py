@@ -19,7 +19,7 @@ exit codes: 0 all is well, 1 a difference or a damaged file was found, 2 bad inp
 import argparse
 import sys
 
-from shmap_tp.config.packaged import as_installed
+from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 

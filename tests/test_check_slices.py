@@ -5,7 +5,7 @@ from fsspec.registry import _registry
 
 from shmap_tp import train
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.slice_types import find_slices
+from shmap_tp.hardware.devices import find_slices
 from tests.helpers.buckets import Bucket, write_data_set
 
 # type: (devices, hosts), from the pages of each version on cloud.google.com/tpu/docs

@@ -29,11 +29,10 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from shmap_tp.config.packaged import CONF, as_installed
-from shmap_tp.config.run_directory import in_its_place
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import RULES, SECTIONS, expected_type
+from shmap_tp.config.yaml_files import CONF, as_installed, in_its_place
 from shmap_tp.errors import UserError, first_line, has_control_characters, shown
 
 KEY = re.compile(r"[A-Za-z_][A-Za-z_0-9]*(\.[A-Za-z_0-9]+)*")

@@ -40,9 +40,9 @@ from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identi
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.layers.context import IGNORE
-from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, reading
+from shmap_tp.runtime.workers import in_background
 
 
 def training_rows(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from shmap_tp.runtime.background import in_background
+from shmap_tp.runtime.workers import in_background
 
 AHEAD = 4
 """Batches that are read beyond the present one, each in a thread of its own: requests may take up to four steps."""

@@ -1,3 +1,3 @@
-from shmap_tp.hardware.libtpu import describe_machine_without_tpu
+from shmap_tp.hardware.devices import describe_machine_without_tpu
 
 describe_machine_without_tpu()

@@ -21,8 +21,7 @@ from shmap_tp.data.chat_template import ChatTemplate, Message
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError, first_line
 from shmap_tp.inference.generator import Options
-from shmap_tp.inference.length_batches import LengthBatch, length_batches
-from shmap_tp.inference.scoring import POSITIONS_MULTIPLE
+from shmap_tp.inference.scoring import POSITIONS_MULTIPLE, LengthBatch, length_batches
 from shmap_tp.inference.text import answers, tokenizer_of_model
 
 NEW_TOKENS = 256

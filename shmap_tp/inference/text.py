@@ -1,4 +1,5 @@
-"""Text into a model and out of it: its tokenizer, prompts as token ids, and answers as they come."""
+"""Text into a model and out of it: its tokenizer, prompts as token ids, answers as they come, a conversation, and the
+samples of a training run."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -7,18 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from etils import epath
+from jax.sharding import Mesh
 
+from shmap_tp.config.schema import Config
 from shmap_tp.config.sources import first_source
-from shmap_tp.data.chat_template import ChatTemplate
+from shmap_tp.data.chat_template import ChatTemplate, Message
 from shmap_tp.data.metadata import META, TEMPLATE, TOKENIZER, Meta, read_meta
 from shmap_tp.data.subwords import open_tokenizer_file, quoted
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import REPLACEMENT, Bytes, Tokenizer, check_text
 from shmap_tp.errors import UserError
-from shmap_tp.inference.generator import Options, stream
+from shmap_tp.inference.generator import Options, check_prompts, stream
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.model.transformer import Transformer
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.training.checkpoint_files import read_facts
+from shmap_tp.training.environment import compute_dtype
+from shmap_tp.training.model_functions import build_model_functions
+from shmap_tp.training.step import Components
 
 Show = Callable[[int, int, str, str | None], None]
 """(number of the prompt, number of the sample, the next piece of its text, its whole text once it has ended)."""
@@ -164,3 +171,138 @@ class _Answer:
     def _show(self, text: str) -> str:
         new, self.text = text[len(self.text) :], text
         return new
+
+
+# A conversation
+
+LEAST_ROOM = 16
+"""Tokens that an answer must have room for."""
+
+
+class Conversation:
+    """Messages, and the answers to them.  Every turn reads the whole prompt again; nothing is cached between turns."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        options: Options,
+        system: str | None,
+        special_tokens_in_text: bool = False,
+    ):
+        """With an `api.Model`; `system` is the first message, which is never left out.  With `special_tokens_in_text`
+        names of special tokens in messages are these tokens."""
+        self._model, self._tokenizer, self._template, self._options = model, tokenizer, template, options
+        self._ordinary = () if special_tokens_in_text else tokenizer.special_tokens()
+        self._first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._turns = 0
+        self.messages: list[Message] = []
+        """All that was said, beside the system's message."""
+
+    def reset(self) -> None:
+        """Forget all messages but the system's."""
+        self.messages = []
+
+    def answer(self, text: str, show: Callable[[str], None], notify: Callable[[str], None]) -> None:
+        """Answer `text`; `show` gets the pieces of the answer, `notify` what the user must know of the history.
+
+        Where the prompt is too long for model.context, the oldest messages are forgotten.
+        Raises UserError if the message alone is too long or not Unicode; then it is not part of the history.
+        KeyboardInterrupt ends the answer: what was shown of it is.
+        """
+        ids, forgotten = self._prompt([*self.messages, {"role": "user", "content": text}])
+        if forgotten:
+            context = self._model.config.model.context
+            notify(f"the oldest {forgotten} messages are forgotten: model.context={context} tokens are full")
+        self.messages = [*self.messages[forgotten:], {"role": "user", "content": text}]
+        pieces: list[str] = []
+
+        def each(_: int, __: int, piece: str, ended: str | None) -> None:
+            pieces.append(piece)
+            show(piece)
+
+        programs = self._model.generation_programs, self._model.parameters
+        try:
+            answers(*programs, self._tokenizer, [ids], self._options, requests=[self._turns], show=each)
+        finally:
+            self._turns += 1
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+    def _prompt(self, messages: list[Message]) -> tuple[list[int], int]:
+        """(the ids of the prompt, how many of the oldest messages it leaves out)."""
+        context = self._model.config.model.context
+        for first in range(0, len(messages), 2):  # a question and its answer are left out together
+            text = self._template.render(quoted([*self._first, *messages[first:]], self._ordinary))
+            check_text(text)
+            ids = self._tokenizer.encode(text, special_tokens=False)
+            if len(ids) + LEAST_ROOM <= context:
+                return ids, first
+        raise UserError(
+            f"this message makes a prompt of {len(ids)} tokens, but model.context={context} must also have room for "
+            f"{LEAST_ROOM} of the answer; shorten it"
+        )
+
+
+# Samples of a training run
+
+
+def make_training_sampler(
+    config: Config, mesh: Mesh, components: Components, tokenizer: Tokenizer, template: ChatTemplate | None = None
+) -> "TrainingSampler | None":
+    """The sampler of a run, which answers the prompts where there is a chat template and else continues them.
+
+    None, and a line that says why, if the blocks of the model cannot generate.
+    Compiles nothing.  Raises UserError if a prompt does not suit the model.
+    """
+    functions = build_model_functions(config, mesh, compute_dtype(config.train.precision), components)
+    try:
+        programs = GenerationPrograms(config.model, functions.model)
+    except UserError as error:
+        print_on_process_0(f"no samples: {error}")
+        return None
+    prompts = {text: encode_prompts(tokenizer, [text])[0] for text in config.sample.prompts}
+    if template is not None:
+        ordinary = tokenizer.special_tokens()
+        asked = {text: template.render([{"role": "user", "content": quoted(text, ordinary)}]) for text in prompts}
+        prompts = {f"{text}\n": tokenizer.encode(asked[text], special_tokens=False) for text in prompts}
+    return TrainingSampler(config, programs, tokenizer, prompts)
+
+
+class Stopped(Exception):
+    """A stop was requested while a sample was written."""
+
+
+class TrainingSampler:
+    """A `training.run.Sampler`.  The same seed, run.seed, is used each time, so that samples can be compared."""
+
+    def __init__(
+        self, config: Config, programs: GenerationPrograms, tokenizer: Tokenizer, prompts: dict[str, Sequence[int]]
+    ):
+        """`prompts` are what the model reads, by what is shown before its answer."""
+        self._programs, self._tokenizer, self._prompts = programs, tokenizer, prompts
+        self._options = Options(
+            max_new_tokens=config.sample.max_new_tokens,
+            temperature=config.sample.temperature,
+            seed=config.run.seed % 2**31,
+            decode_tokens=min(32, config.sample.max_new_tokens),
+        )
+        check_prompts([*prompts.values()], config.model)
+
+    def __call__(self, params: Transformer, stopped: Callable[[], bool]) -> dict[str, str] | None:
+        """Communication: that of prefill and decode (`inference/programs.py`)."""
+
+        def look(number: int, sample: int, piece: str, ended: str | None) -> None:
+            if ended is None and stopped():
+                raise Stopped
+
+        try:
+            found = answers(
+                self._programs, params, self._tokenizer, [*self._prompts.values()], self._options, show=look
+            )
+        except Stopped:
+            return None
+        except UserError as error:  # after a step that trained well, too, the logits can be infinite or NaN
+            print_on_process_0(f"no samples: {error}")
+            return None
+        return {prompt: texts[0] for prompt, texts in zip(self._prompts, found, strict=True)}

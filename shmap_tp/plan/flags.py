@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from shmap_tp.config.compose import CONF, load, quoted
-from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
+from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError, shown
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.pretrained.configuration import derive_model

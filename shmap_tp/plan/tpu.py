@@ -44,8 +44,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import DEVICES, GENERATIONS, NETWORK_RATE, DeviceFigures, Generation
-from shmap_tp.hardware.libtpu import ANY_TPU
+from shmap_tp.hardware.devices import ANY_TPU, DEVICES, GENERATIONS, NETWORK_RATE, DeviceFigures, Generation
 from shmap_tp.layers.grouped_matmul import CONTRACTED_TILE, FEATURE_TILE, feature_tile
 from shmap_tp.plan.hlo_parser import ARRAY, KERNEL, Computation, Instruction, bytes_accessed
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import ModelConfig
+from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.data.text_directory import MODEL, TextDirectory
 from shmap_tp.errors import UserError, shown
 from shmap_tp.model.sharded_model import MODEL_PARTS

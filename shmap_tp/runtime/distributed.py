@@ -10,8 +10,8 @@ import jax
 from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.errors import LostProcessError, UserError
 from shmap_tp.runtime.agreement import global_state, launch_facts, require_agreement
-from shmap_tp.runtime.background import in_background
 from shmap_tp.runtime.exit_codes import exit_with_error
+from shmap_tp.runtime.workers import in_background
 
 MAX_EMULATED_DEVICES = 1024
 """The most devices of one process: each has threads of its own, and no process has as many accelerators."""

@@ -1,4 +1,5 @@
-"""A function of many items, computed in several processes, with results in the order of the items."""
+"""Work beside this thread: calls in threads that never keep the process alive, unlike those of an executor, which are
+waited for at its exit; and a function of many items in several processes, with results in the order of the items."""
 
 import multiprocessing
 import os
@@ -6,13 +7,48 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from shmap_tp.errors import LostProcessError
+
+T = TypeVar("T")
+INTERRUPTED_SECONDS = 5.0
+"""How long an interrupt waits for a call to end: a process that ends while files are read may crash."""
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Make `call` in a thread of its own; the result is what it returns or raises."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
+
+
+def interruptible(call: Callable[[], T]) -> T:
+    """What `call` returns or raises; an interrupt of this thread is raised.
+
+    It runs in a thread of its own, since Orbax takes any exception for an error of what it reads, and goes on after
+    some: a Ctrl-C had no effect.
+    """
+    answer = in_background(call)
+    try:
+        while not answer.done():
+            wait([answer], 0.1)  # a signal may have reached another thread, and this one handles it
+    except BaseException:
+        wait([answer], INTERRUPTED_SECONDS)
+        raise
+    return answer.result()
+
 
 T, R = TypeVar("T"), TypeVar("R")
 _AHEAD = 2

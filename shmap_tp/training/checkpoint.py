@@ -27,8 +27,8 @@ from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError, first_line
 from shmap_tp.parallel.partitioning import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
-from shmap_tp.runtime.background import interruptible
 from shmap_tp.runtime.files import make_directory, write_atomically, writing
+from shmap_tp.runtime.workers import interruptible
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
     SKIPPED,

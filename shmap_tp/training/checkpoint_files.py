@@ -18,15 +18,15 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.compose import from_values
-from shmap_tp.config.run_directory import saved_checkpoint_dir
 from shmap_tp.config.schema import Config
+from shmap_tp.config.yaml_files import saved_checkpoint_dir
 from shmap_tp.errors import StorageError, UserError, first_line, shown
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
-from shmap_tp.runtime.background import interruptible
 from shmap_tp.runtime.files import first_contact
 from shmap_tp.runtime.run_lock import is_in_use
+from shmap_tp.runtime.workers import interruptible
 from shmap_tp.training.integrity import MANIFEST, find_faults, unreadable
 
 SAID_ELSEWHERE = "_SignalingThread.run() raised", "Failed to get metadata for checkpointable"

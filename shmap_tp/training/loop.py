@@ -19,9 +19,8 @@ from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.evaluation import Evaluation, mixed
-from shmap_tp.training.goodput import TimeCategory
+from shmap_tp.training.goodput import Profile, TimeCategory
 from shmap_tp.training.metrics import Recorder
-from shmap_tp.training.profiler import Profile
 from shmap_tp.training.run import MakeSampler, Run, end_run, open_run
 from shmap_tp.training.step import CONFIGURED, Components, State
 

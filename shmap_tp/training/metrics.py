@@ -26,9 +26,8 @@ from shmap_tp.config.validate import mesh_shape, named_sizes
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
-from shmap_tp.runtime.files import replacing, write_atomically, writing
+from shmap_tp.runtime.files import appending, read_lines, read_lines_backwards, replacing, write_atomically, writing
 from shmap_tp.training.evaluation import Evaluation, describe
-from shmap_tp.training.json_lines import appending, read_lines, read_lines_backwards
 
 LONGEST_SILENCE = 30.0
 """Seconds without a line, as far as steps end within them."""
@@ -48,7 +47,7 @@ class Recorder:
     it, even if it is skipped), learning_rate, tokens (seen so far), mfu (or null), skipped and skipped_in_a_row
     (numbers of skipped steps, up to this one), time (end of the step) and goodput (so far); with experts expert_load,
     router_entropy and experts_dropped (`layers/experts.py`).  Lines of skipped steps also have why_skipped and
-    sequences (`Batches.sequences`).  Values that are not finite are null.  Lines of others are left (`json_lines`).
+    sequences (`Batches.sequences`).  Values that are not finite are null.  Lines of others are left (`read_lines`).
     """
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool):

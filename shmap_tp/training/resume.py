@@ -16,9 +16,9 @@ import equinox as eqx
 import yaml
 
 from shmap_tp.config.compose import to_dict, to_yaml
-from shmap_tp.config.run_directory import HEADER
 from shmap_tp.config.schema import Config, ModelConfig, MomentumDtype, OptimizerName, Resume
 from shmap_tp.config.validate import named_sizes
+from shmap_tp.config.yaml_files import HEADER
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError, shown

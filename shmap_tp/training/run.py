@@ -11,9 +11,9 @@ import jax
 from jax.sharding import Mesh
 
 from shmap_tp.config.compose import to_dict
-from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import mesh_shape, resolve_auto
+from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.data.batches import Batches, isolating_token
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.tokenizer import Tokenizer
@@ -42,11 +42,10 @@ from shmap_tp.training.environment import (
     require_host_memory,
     warn_of_many_emulated_devices,
 )
-from shmap_tp.training.goodput import TimeCategory, WallClock
+from shmap_tp.training.goodput import Profile, TimeCategory, WallClock
 from shmap_tp.training.integrity import ReplicaCheck
 from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples, plot_losses
 from shmap_tp.training.optimizer import describe_schedule
-from shmap_tp.training.profiler import Profile
 from shmap_tp.training.resume import (
     BASE,
     refuse_foreign_config,
@@ -61,7 +60,7 @@ from shmap_tp.training.step import Components, State, StepFunctions, build_step_
 class Sampler(Protocol):
     """Continues the prompts of sample.prompts with the parameters of a step.
 
-    It is made by the command (`inference/training_samples.py`), since generation is above training, and has programs of
+    It is made by the command (`inference/text.py`), since generation is above training, and has programs of
     its own: the step's program is the same with and without it.
     """
 

@@ -6,9 +6,9 @@ from omegaconf import OmegaConf
 
 from shmap_tp.config import compose
 from shmap_tp.config.compose import CONF, from_values, load, to_dict, to_yaml
-from shmap_tp.config.run_directory import saved_value
 from shmap_tp.config.schema import Config, Precision
 from shmap_tp.config.validate import validate
+from shmap_tp.config.yaml_files import saved_value
 from tests.helpers import model_fixtures
 from tests.helpers.config_errors import FIRST, error_message, plain
 

@@ -21,7 +21,7 @@ from shmap_tp.check import check_mesh, check_places
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
 from shmap_tp.data.tokenizer import Bytes
-from shmap_tp.hardware.slice_types import find_slices
+from shmap_tp.hardware.devices import find_slices
 from shmap_tp.plan import __main__ as plan
 from shmap_tp.plan.flags import config_from_flags
 from shmap_tp.plan.search.command import find_targets

@@ -11,8 +11,8 @@ import traceback
 from pathlib import Path
 
 from shmap_tp.config.compose import CONF, load, to_yaml
-from shmap_tp.config.run_directory import saved_value
 from shmap_tp.config.values import RULES, SECTIONS
+from shmap_tp.config.yaml_files import saved_value
 from shmap_tp.errors import ShmapTpError, printable
 
 BASE = (CONF / "config.yaml").read_text()

@@ -10,8 +10,8 @@ from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
-from shmap_tp.inference.conversation import LEAST_ROOM, Conversation
 from shmap_tp.inference.generator import Options
+from shmap_tp.inference.text import LEAST_ROOM, Conversation
 
 pytest.importorskip("jinja2")
 TEMPLATE = (

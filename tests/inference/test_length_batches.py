@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shmap_tp.inference.length_batches import MOST_PADDING, length_batches, rounded_length
+from shmap_tp.inference.scoring import MOST_PADDING, length_batches, rounded_length
 
 DRAW = np.random.default_rng(0)
 LENGTHS = {

@@ -19,7 +19,7 @@ from shmap_tp.check import check_mesh, check_places
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate_process_arguments
-from shmap_tp.hardware.slice_types import find_slices
+from shmap_tp.hardware.devices import find_slices
 from tests.helpers.paths import ROOT
 
 HERE = ROOT / "scripts" / "kubernetes"

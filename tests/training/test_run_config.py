@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from shmap_tp.config.compose import load
-from shmap_tp.config.run_directory import HEADER
+from shmap_tp.config.yaml_files import HEADER
 from shmap_tp.errors import UserError
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint_files import directory_of_checkpoints

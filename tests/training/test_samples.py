@@ -14,7 +14,7 @@ import pytest
 
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.errors import UserError
-from shmap_tp.inference.training_samples import TrainingSampler, make_training_sampler
+from shmap_tp.inference.text import TrainingSampler, make_training_sampler
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
 from shmap_tp.training.goodput import TimeCategory

@@ -9,9 +9,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from shmap_tp.config.compose import CONF, load, quoted
-from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
+from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError, first_line
 from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
 from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from shmap_tp.config.packaged import as_installed
 from shmap_tp.config.schema import Config
+from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GIB
 from shmap_tp.model.flops import flops_per_token

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shmap_tp import train
-from shmap_tp.config import packaged
+from shmap_tp.config import yaml_files
 from tests.helpers.paths import ROOT
 
 COMMAND = "python main.py"
@@ -24,13 +24,13 @@ def shown_texts(tree: ast.AST) -> Iterator[str]:
 
 def test_what_only_a_clone_has_is_named_as_installed():
     allowed = {train.EPILOG, COMMAND, "train a model, or continue training (the same as python main.py)"}
-    for file in {*(ROOT / "shmap_tp").rglob("*.py")} - {Path(packaged.__file__)}:
+    for file in {*(ROOT / "shmap_tp").rglob("*.py")} - {Path(yaml_files.__file__)}:
         texts = [text for text in shown_texts(ast.parse(file.read_text())) if "main.py" in text or "conf/" in text]
         assert not {*texts} - allowed, file
 
 
 def test_a_wheel_names_its_own_command_and_configuration(monkeypatch):
     text = "python main.py --cfg conf/config.yaml"
-    assert packaged.as_installed(text) == text
-    monkeypatch.setattr(packaged, "IN_CLONE", False)
-    assert packaged.as_installed(text) == f"shmap-tp train --cfg {packaged.CONF}/config.yaml"
+    assert yaml_files.as_installed(text) == text
+    monkeypatch.setattr(yaml_files, "IN_CLONE", False)
+    assert yaml_files.as_installed(text) == f"shmap-tp train --cfg {yaml_files.CONF}/config.yaml"

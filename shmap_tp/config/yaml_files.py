@@ -1,7 +1,8 @@
-"""A run directory knows where it is: the config.yaml of a run that was moved or copied is that of its new place.
+"""Where configuration files are: those of this project, and the config.yaml of a run.
 
-config.yaml holds run.dir and checkpoint.dir as they were at the start of the run.  Read in another place, they would
-name the directory that was copied, and a resume of the copy would save there.
+The config.yaml of a run that was moved or copied is that of its new place.  It holds run.dir and checkpoint.dir as they
+were at the start of the run.  Read in another place, they would name the directory that was copied, and a resume of the
+copy would save there.
 """
 
 import os
@@ -13,6 +14,21 @@ import yaml
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+CONF = next(found for found in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if (found / "config.yaml").is_file())
+"""The configuration directory of this project: shmap_tp/conf in an installed wheel, conf/ next to shmap_tp in a clone.
+Files elsewhere can use its groups (model, data), too."""
+IN_CLONE = CONF.parent != _PACKAGE
+"""Whether there is a main.py, and conf/ beside it."""
+
+
+def as_installed(text: str) -> str:
+    """`text` for a user, who has main.py and conf/ in a clone only: elsewhere it names what is there instead."""
+    if IN_CLONE:
+        return text
+    return text.replace("python main.py", "shmap-tp train").replace("conf/", f"{CONF}/")
+
 
 HEADER = "# Written by shmap_tp at the start of the run in this directory, which will overwrite it."
 """First line of a config.yaml of this program."""

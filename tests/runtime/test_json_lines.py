@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shmap_tp.errors import UserError
-from shmap_tp.training import json_lines
-from shmap_tp.training.json_lines import appending, read_lines, read_lines_backwards
+from shmap_tp.runtime import files
+from shmap_tp.runtime.files import appending, read_lines, read_lines_backwards
 
 FOREIGN = [b"\0" * 40, b"{}", b"[]", b"", b'{"n": "many"}', b'{"n": 1' + b"0" * 5000 + b"}", b"\xff\xfe{"]
 FOREIGN = [line + b"\n" for line in [*FOREIGN, b"[" * 100_000, b'{"n": 3, ']]
@@ -25,7 +25,7 @@ def own(*numbers: int) -> list[bytes]:
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
 def test_lines_of_others_are_ignored_in_both_directions(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(json_lines, "BLOCK", block)
+    monkeypatch.setattr(files, "BLOCK", block)
     foreign = [line for line in FOREIGN if block > 7 or len(line) < 1000]
     file = tmp_path / "lines"
     file.write_bytes(b"".join([*own(1), *foreign, *own(2), *foreign, *own(3), b'{"n": 4}']))

@@ -35,7 +35,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import flops_per_token
 from shmap_tp.parallel.mesh import DP, MP, make_mesh
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo
+from shmap_tp.plan.compiled_communication import communication_in_hlo
 from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.runtime.files import replacing
 from shmap_tp.training.step import StepFunctions, build_step_functions

@@ -23,8 +23,8 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.aot_compile import coordinates, parse_out_of_memory
 from shmap_tp.plan.flags import Parser, add_mesh_flags, add_step_flags, append_json, command_line
 from shmap_tp.plan.predict import Builder, Prediction, build_programs, step_dtype
-from shmap_tp.plan.report import EXPLICIT, FORMULA, GSPMD, Row, config_fields, format_row, mesh_fields
-from shmap_tp.plan.terminal import ROW_INDENT, wrapped
+from shmap_tp.plan.report import EXPLICIT, FORMULA, GSPMD, ROW_INDENT, Row, config_fields, format_row, mesh_fields
+from shmap_tp.runtime.console import wrap_lines
 from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.runtime.files import replacing
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
@@ -187,12 +187,12 @@ def report(result: Result, arguments: argparse.Namespace, script: str, baseline:
         return
     for each in [result, baseline] if baseline else [result]:
         each.row.command = command_line(script)
-        print(wrapped(format_row(each.row), ROW_INDENT))
+        print(wrap_lines(format_row(each.row), ROW_INDENT))
         if arguments.json:
             append_json(each.row.to_json(), Path(arguments.json))
     if baseline:
         print(format_comparison(result.row, baseline.row))
-    print(wrapped(FORMULA))
+    print(wrap_lines(FORMULA))
     if arguments.hlo and result.text is None:
         raise UserError(f"--hlo {arguments.hlo}: a program that does not fit has no schedule; make it fit first")
     if arguments.hlo:

@@ -17,9 +17,8 @@ from generated_part import DOCS, GeneratedPart
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Block, Config, FsdpGradients, Remat, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import axis_sizes
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
-from shmap_tp.plan.search.collective_seconds import activation_entries
-from shmap_tp.plan.search.weights import weight_communication, weights
+from shmap_tp.plan.ledger import Direction, Entry, Operation
+from shmap_tp.plan.search.collective_seconds import activation_entries, weight_communication, weights
 
 DP_SIZE, MP_SIZE = 8, 3
 TIME, WIDTH, FFN = 33, 16, 24

@@ -15,8 +15,8 @@ sys.path.insert(0, str(ROOT))  # also without an installed package
 
 from generated_part import DOCS, GeneratedPart  # noqa: E402
 
-from shmap_tp.plan.report import Row, format_row  # noqa: E402
-from shmap_tp.plan.terminal import LONGEST, ROW_INDENT, wrapped  # noqa: E402
+from shmap_tp.plan.report import ROW_INDENT, Row, format_row  # noqa: E402
+from shmap_tp.runtime.console import LONGEST, wrap_lines  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tpu.jsonl"
 
@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "tpu.jsonl"
 def report() -> str:
     rows = map(json.loads, RESULTS.read_text().splitlines())
     row = next(row for row in rows if (row["model"], row["program"]) == ("6_9b", "explicit"))
-    return f"```text\n{wrapped(format_row(Row(**row)), ROW_INDENT, LONGEST)}\n```"
+    return f"```text\n{wrap_lines(format_row(Row(**row)), ROW_INDENT, LONGEST)}\n```"
 
 
 PART = GeneratedPart(

@@ -168,7 +168,7 @@ def test_gradients_are_defined_by_hand_in_few_places():
             assert "plain version" in file.read_text(), f"{path}: say what the code would be without this gradient"
 
 
-PRIVATE_NAMES = {"runtime/agreement.py", "plan/cudnn_questions.py"}
+PRIVATE_NAMES = {"runtime/agreement.py", "plan/predict.py"}
 """Files that import private modules of other libraries, each with its reason."""
 
 

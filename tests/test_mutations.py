@@ -30,8 +30,7 @@ from shmap_tp.parallel.collective_matmul import RingStep
 from shmap_tp.parallel.fsdp import Fsdp, Zero1
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import AllReduce
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import Direction
+from shmap_tp.plan.ledger import Direction, communication_in_jaxpr
 from shmap_tp.training import optimizer, step
 from tests.helpers import sharded_harness
 from tests.helpers.assertions import RELATIVE, assert_close

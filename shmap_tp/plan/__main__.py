@@ -30,8 +30,7 @@ from shmap_tp.config.schema import Config, HeldIn
 from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP_SLICE, axis_sizes
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo, inter_slice_communication
-from shmap_tp.plan.communication.ledger import Entry, Operation, comparison, format_bytes, table
+from shmap_tp.plan.compiled_communication import communication_in_hlo, inter_slice_communication
 from shmap_tp.plan.flags import (
     Parser,
     add_mesh_flags,
@@ -42,14 +41,15 @@ from shmap_tp.plan.flags import (
     plannable,
 )
 from shmap_tp.plan.generation import generation_command
+from shmap_tp.plan.ledger import Entry, Operation, comparison, format_bytes, table
 from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_communication, step_dtype
-from shmap_tp.plan.report import FORMULA, PREDICTED, Row, format_row
+from shmap_tp.plan.report import FORMULA, PREDICTED, ROW_INDENT, Row, format_row
 from shmap_tp.plan.search.command import search_command
 from shmap_tp.plan.search.cost import token_count
 from shmap_tp.plan.targets import VERSION, VERSIONS, find_target
-from shmap_tp.plan.terminal import ROW_INDENT, wrapped
 from shmap_tp.runtime.command_line import run_command
+from shmap_tp.runtime.console import wrap_lines
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
@@ -77,8 +77,8 @@ def step(arguments: argparse.Namespace) -> None:
     print(f"compiling the step for {target} ...", flush=True)
     prediction = predict(config, target, record=arguments.plot is not None)
     save_rows([prediction.row], arguments)
-    print(wrapped(format_row(prediction.row), ROW_INDENT))
-    print(wrapped(FORMULA))
+    print(wrap_lines(format_row(prediction.row), ROW_INDENT))
+    print(wrap_lines(FORMULA))
     print("\nMEMORY per device")
     print(format_memory(memory_by_kind(prediction.programs, prediction.compiled), prediction.compiled))
     traced = prediction.communication
@@ -119,12 +119,12 @@ def print_compiled_collectives(config: Config, prediction: Prediction, traced: l
     """
     if config.mesh.slices == 1 or prediction.row.kind != PREDICTED:
         found = communication_in_hlo(prediction.text, axis_sizes(config.mesh))
-        print(wrapped(f"\nCOMPILED COLLECTIVES: {comparison(traced, found)}"))
+        print(wrap_lines(f"\nCOMPILED COLLECTIVES: {comparison(traced, found)}"))
         return
     found = inter_slice_communication(prediction.text)
     others = [entry for entry in found if entry.operation != Operation.all_reduce]
     print("\nCOMPILED COLLECTIVES between slices: ", end="")
-    print(wrapped(comparison([entry for entry in traced if entry.axis == DP_SLICE], others)))
+    print(wrap_lines(comparison([entry for entry in traced if entry.axis == DP_SLICE], others)))
     sums = sum(entry.total for entry in found if entry.operation == Operation.all_reduce)
     print(f"all-reduces over all of dp: {format_bytes(sums)}")
 

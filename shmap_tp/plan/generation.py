@@ -33,17 +33,16 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import Entry, comparison, format_bytes, table, without_trivial_axes
+from shmap_tp.plan.compiled_communication import communication_in_hlo
 from shmap_tp.plan.flags import append_json, command_line, config_from_flags
 from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.ledger import Entry, communication_in_jaxpr, comparison, format_bytes, table, without_trivial_axes
 from shmap_tp.plan.predict import CACHE
-from shmap_tp.plan.report import PREDICTED, mesh_fields
+from shmap_tp.plan.report import PREDICTED, ROW_INDENT, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.targets import find_target
-from shmap_tp.plan.terminal import ROW_INDENT, wrapped
 from shmap_tp.plan.tpu import LinkModel, Slice, topology_devices
+from shmap_tp.runtime.console import wrap_lines
 from shmap_tp.training.model_functions import build_model_functions
 
 DTYPE = jnp.bfloat16
@@ -328,7 +327,7 @@ def generation_command(arguments: argparse.Namespace) -> None:
     prediction.row.command = command_line()
     if arguments.json:
         append_json(prediction.row.to_json(), Path(arguments.json))
-    print(wrapped(format_generation(prediction.row), ROW_INDENT))
+    print(wrap_lines(format_generation(prediction.row), ROW_INDENT))
     print_communication(config, prediction)
 
 
@@ -340,4 +339,4 @@ def print_communication(config: Config, prediction: GenerationPrediction) -> Non
     for name, program in (("prefill", prediction.prefill), ("decode", prediction.decode)):
         if program.text is not None:
             compared = comparison(prediction.communication[name], communication_in_hlo(program.text, sizes))
-            print(wrapped(f"\nCOMPILED COLLECTIVES of {name}: {compared}"))
+            print(wrap_lines(f"\nCOMPILED COLLECTIVES of {name}: {compared}"))

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from shmap_tp.plan.communication.from_hlo import axis_of_groups
-from shmap_tp.plan.communication.ledger import format_bytes
+from shmap_tp.plan.compiled_communication import axis_of_groups
+from shmap_tp.plan.ledger import format_bytes
 from shmap_tp.plan.schedule_simulator import LINKS, NETWORK, Interval, SimulatedSchedule
 from shmap_tp.runtime.files import replacing
 

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -25,11 +28,9 @@ from shmap_tp.layers.experts import even_share
 from shmap_tp.parallel.mesh import axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import Entry, format_bytes, without_trivial_axes
-from shmap_tp.plan.cudnn_questions import answered_for
-from shmap_tp.plan.gpu import COMPILER, Nodes, node_devices, usable_bytes
+from shmap_tp.plan.gpu import COMPILER, CUDNN, Gpu, Nodes, node_devices, usable_bytes
 from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.ledger import Entry, communication_in_jaxpr, format_bytes, without_trivial_axes
 from shmap_tp.plan.report import ESTIMATED, EXPLICIT, GSPMD, PREDICTED, Row, config_fields, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
 from shmap_tp.plan.targets import PlannedDevice, Target, link_model
@@ -198,3 +199,23 @@ def format_memory(kinds: dict[str, float], compiled: Compiled) -> str:
     if compiled.host_bytes:
         lines.append(f"  {'offloaded to host memory':<26}{format_bytes(compiled.host_bytes):>10}")
     return "\n".join(lines)
+
+
+# What tracing cuDNN's attention asks of this machine: the one place of the planner that uses private names of JAX.
+#
+# `jax.nn.dot_product_attention(implementation="cudnn")` asks the GPU of this machine for its compute capability, and
+# the installed cuDNN for its version, while it is traced, in `jax._src.cudnn.fused_attention_stablehlo`.  A planner has
+# neither.  No argument or option of JAX answers instead: the questions come before lowering, so that
+# `trace(...).lower(lowering_platforms=("cuda",))` changes nothing, and a described topology is no local device.  To
+# write the call with `jax.ffi.ffi_call` would repeat JAX's description of cuDNN's graph, and plan another program than
+# the trainer runs.
+
+
+def answered_for(gpu: Gpu) -> Any:
+    """A context in which tracing cuDNN's attention is given the compute capability of `gpu`, and the version CUDNN."""
+    return mock.patch.multiple(
+        fused_attention_stablehlo,
+        check_compute_capability=lambda wanted: gpu.capability >= tuple(map(int, wanted.split("."))),
+        is_cuda_compute_capability_equal=lambda wanted: gpu.capability == tuple(map(int, wanted.split("."))),
+        check_cudnn_version=lambda: CUDNN[0] * 10000 + CUDNN[1] * 100 + CUDNN[2],
+    )

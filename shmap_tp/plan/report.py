@@ -12,11 +12,13 @@ from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.flops import flops_per_token, frozen_parameters, hardware_flops_per_token, parameters
 from shmap_tp.model.sharded_model import CONFIGURED_MODEL, ModelComponents
 from shmap_tp.parallel.mesh import CP, DP, EP, MP
-from shmap_tp.plan.communication.ledger import format_bytes
+from shmap_tp.plan.ledger import format_bytes
 
 EXPLICIT, GSPMD = "explicit", "gspmd"
 PREDICTED, ESTIMATED = "predicted", "estimated"
 
+ROW_INDENT = 17
+"""Columns before the figures of a row (`format_row`, `generation.format_generation`)."""
 STATE_BYTES = 16
 """Of a parameter over all devices: itself, its gradient and the two moments of AdamW, in float32."""
 FROZEN_BYTES = 2

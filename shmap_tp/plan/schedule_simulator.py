@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shmap_tp.hardware.devices import DEVICES
-from shmap_tp.plan.communication.from_hlo import replica_groups
+from shmap_tp.plan.compiled_communication import replica_groups
 from shmap_tp.plan.gpu import GpuCosts, GpuLinks
 from shmap_tp.plan.hlo_parser import (
     GPU_LIBRARIES,

@@ -1,5 +1,6 @@
-"""What a step communicates, written down by hand: the reference for what `plan/communication` reads from traced and
-compiled programs.  The rules for the placements of parameters are those of the search's formulas (`search/weights.py`).
+"""What a step communicates, written down by hand: the reference for what the planner reads from traced and compiled
+programs.  The rules for the placements of parameters are those of the search's formulas
+(`search/collective_seconds.py`).
 
 x[B T D] is the residual stream with all of its positions, N the number of key/value heads, K a head's dim.
 """
@@ -14,8 +15,8 @@ from jax.typing import DTypeLike
 from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode, Zero
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import MP, axis_sizes, mesh_order, token_axes
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
-from shmap_tp.plan.search.weights import weight_communication, weights
+from shmap_tp.plan.ledger import Direction, Entry, Operation
+from shmap_tp.plan.search.collective_seconds import weight_communication, weights
 from shmap_tp.training.step import CONFIGURED, Components
 
 FORWARD, RECOMPUTE, BACKWARD = Direction.forward, Direction.recompute, Direction.backward

@@ -13,7 +13,7 @@ QUICK = {
     "parallel": ["test_mesh", "test_collective_matmul"],
     "plan": [
         "test_calibration",
-        "test_from_hlo",
+        "test_compiled_communication",
         "test_instruction_costs",
         "test_link_model",
         "test_search",

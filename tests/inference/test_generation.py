@@ -20,8 +20,7 @@ from shmap_tp.inference.programs import GenerationPrograms, PrefillShape, unstac
 from shmap_tp.layers.embedding import score
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.parallel.tensor_parallel import AllReduce, prompt_tensor_parallel
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import Operation
+from shmap_tp.plan.ledger import Operation, communication_in_jaxpr
 from shmap_tp.training.model_functions import build_model_functions
 from tests.helpers.model_fixtures import MODEL, random_like
 

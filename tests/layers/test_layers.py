@@ -19,7 +19,7 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Replicated, place_parameters
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import decayed, leaves_by_path
-from shmap_tp.plan.communication.ledger import Direction, Operation, tally
+from shmap_tp.plan.ledger import Direction, Operation, tally
 from tests.helpers import layer_cases as cases
 from tests.helpers import reference
 from tests.helpers.assertions import by_path

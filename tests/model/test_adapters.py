@@ -19,8 +19,8 @@ from shmap_tp.model.flops import flops_per_token, forward_terms, frozen_paramete
 from shmap_tp.model.tracing import equations
 from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.plan.predict import state_bytes
-from shmap_tp.plan.search.weights import state_bytes as planned_state_bytes
-from shmap_tp.plan.search.weights import weights
+from shmap_tp.plan.search.collective_seconds import state_bytes as planned_state_bytes
+from shmap_tp.plan.search.collective_seconds import weights
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.adapter_cases import (
     ADAPTER,

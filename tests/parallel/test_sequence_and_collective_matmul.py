@@ -17,8 +17,7 @@ from jax import lax
 import shmap_tp.parallel.collective_matmul
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.tensor_parallel import AllReduce, CollectiveMatmul, SequenceParallel
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import Direction, Operation
+from shmap_tp.plan.ledger import Direction, Operation, communication_in_jaxpr
 from shmap_tp.training.step import StepFunctions, build_step_functions
 from tests.helpers.communication_checks import check_step, program_config
 from tests.helpers.layer_cases import MODES

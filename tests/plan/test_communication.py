@@ -19,13 +19,13 @@ from shmap_tp.config.schema import AttentionKernel, Config
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, DP_RING, MP, axis_sizes
 from shmap_tp.parallel.tensor_parallel import AllReduce
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import (
+from shmap_tp.plan.compiled_communication import communication_in_hlo
+from shmap_tp.plan.ledger import (
     Direction,
     Entry,
     Operation,
     bytes_by_operation,
+    communication_in_jaxpr,
     comparison,
     table,
     tally,

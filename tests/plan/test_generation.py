@@ -12,18 +12,18 @@ from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import (
+from shmap_tp.plan.compiled_communication import communication_in_hlo
+from shmap_tp.plan.generation import GREEDY, Requests, format_generation, predict_generation, read_bytes, trace
+from shmap_tp.plan.ledger import (
     Direction,
     Entry,
     Operation,
     bytes_by_operation,
+    communication_in_jaxpr,
     comparison,
     tally,
     without_trivial_axes,
 )
-from shmap_tp.plan.generation import GREEDY, Requests, format_generation, predict_generation, read_bytes, trace
 from shmap_tp.plan.tpu import find_slice
 from shmap_tp.training.model_functions import build_model_functions
 from tests.helpers import communication_rules

@@ -9,10 +9,10 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GIB
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.plan import gpu
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.ledger import comparison
+from shmap_tp.plan.compiled_communication import communication_in_hlo
 from shmap_tp.plan.gpu import GPUS, GpuCosts, GpuLinks, Nodes, find_nodes, is_installed, node_devices
 from shmap_tp.plan.hlo_parser import parse_hlo
+from shmap_tp.plan.ledger import comparison
 from shmap_tp.plan.predict import predict
 from shmap_tp.plan.targets import compiler_missing, devices_of_nodes, find_target
 

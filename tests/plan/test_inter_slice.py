@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from shmap_tp.parallel.mesh import DP_SLICE
-from shmap_tp.plan.communication.from_hlo import inter_slice_communication
-from shmap_tp.plan.communication.ledger import Direction, Operation, bytes_by_operation
+from shmap_tp.plan.compiled_communication import inter_slice_communication
+from shmap_tp.plan.ledger import Direction, Operation, bytes_by_operation
 from shmap_tp.plan.predict import predict, step_communication
 from shmap_tp.plan.tpu import Slice
 from tests.helpers.model_fixtures import config

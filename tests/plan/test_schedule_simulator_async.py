@@ -7,7 +7,7 @@ metadata.
 import pytest
 
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS
-from shmap_tp.plan.communication.from_hlo import replica_groups
+from shmap_tp.plan.compiled_communication import replica_groups
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.schedule_simulator import simulate
 from shmap_tp.plan.tpu import HOP_LATENCY, LinkModel

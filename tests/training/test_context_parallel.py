@@ -22,7 +22,7 @@ from shmap_tp.layers.norm import RMSNorm
 from shmap_tp.model.blocks import SequentialBlock
 from shmap_tp.parallel import context_parallel
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.plan.communication.ledger import Direction, Operation
+from shmap_tp.plan.ledger import Direction, Operation
 from shmap_tp.plan.predict import step_communication
 from shmap_tp.training import step
 from shmap_tp.training.model_functions import build_model_functions

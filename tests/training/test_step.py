@@ -12,8 +12,8 @@ import pytest
 
 from shmap_tp.model.tracing import bodies
 from shmap_tp.parallel.partitioning import shard_bytes
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo
-from shmap_tp.plan.communication.ledger import tally
+from shmap_tp.plan.compiled_communication import communication_in_hlo
+from shmap_tp.plan.ledger import tally
 from shmap_tp.training.environment import precision_note
 from shmap_tp.training.step import build_step_functions
 from tests.helpers import reference

@@ -39,10 +39,9 @@ from shmap_tp.plan.targets import (
     find_target,
     machine_of,
 )
-from shmap_tp.plan.terminal import shell_command, wrapped
 from shmap_tp.pretrained.configuration import derive_model
 from shmap_tp.runtime.command_line import raising
-from shmap_tp.runtime.console import write_line
+from shmap_tp.runtime.console import shell_command, wrap_lines, write_line
 from shmap_tp.runtime.exit_codes import STOPPED
 
 OF_COMMAND = ("train.batch", "model.context")
@@ -86,7 +85,7 @@ def search_command(arguments: argparse.Namespace) -> None:
     if len(targets) > 1:
         print("\nthe fastest of each, its speed as predicted")
         for target in targets:
-            print(wrapped(f"  {target}: {summary[target]}", 8))
+            print(wrap_lines(f"  {target}: {summary[target]}", 8))
     if is_stopped:
         print(f"stopped; what was found so far is above (exit code {STOPPED})", file=sys.stderr, flush=True)
         raise SystemExit(STOPPED)
@@ -107,7 +106,7 @@ def find_spaces(
         except UserError as error:
             if len(targets) == 1:
                 raise
-            print(wrapped(f"{target}: {error}"), flush=True)
+            print(wrap_lines(f"{target}: {error}"), flush=True)
             summary[target] = f"nothing: {first_line(error).rstrip(';')}"
     return sorted(spaces, key=lambda space: space.sort_key)
 
@@ -196,7 +195,7 @@ def find_space(task: Task, fixed: dict[str, str]) -> Space:
     where none is left."""
     config, target = task.config, task.target
     sequences = f"{config.train.batch} sequences of {config.model.context} = {task.tokens:,} tokens a step"
-    print(wrapped(f"\n{config.model.name} on {target}: {sequences}"), flush=True)
+    print(wrap_lines(f"\n{config.model.name} on {target}: {sequences}"), flush=True)
     choices = candidates(config, target, fixed)
     if not choices:
         keys = " and ".join(f"{key}={value}" for key, value in {"train.batch": config.train.batch, **fixed}.items())
@@ -211,7 +210,7 @@ def find_space(task: Task, fixed: dict[str, str]) -> Space:
     slower = [one for one in front if one.candidate not in known]  # for a model that needs more than the formulas say
     dropped["too slow"] -= len(slower) if kept else 0
     reasons = ", ".join(f"{count:,} {why}" for why, count in dropped.items() if count)
-    print(wrapped(f"{len(choices):,} candidates; the formulas drop {dropped.total():,} ({reasons})"), flush=True)
+    print(wrap_lines(f"{len(choices):,} candidates; the formulas drop {dropped.total():,} ({reasons})"), flush=True)
     if not kept:
         raise UserError(fits_nowhere(front[-1], machine_of(target).memory))
     return Space(task, kept + slower, front[-1])
@@ -272,7 +271,7 @@ def make_search(space: Space, arguments: argparse.Namespace, seconds: float, lon
     is_open = isinstance(target, Slice) and "model.row_major" not in fixed_keys(arguments)  # it has no effect on GPUs
     return Search(
         list(space.kept), machine_of(target).memory, lambda one: ChildProcess(one, config, target),
-        lambda line: write_line(wrapped(line, 11)), jobs, seconds, longest, save=lambda one: save(one, arguments),
+        lambda line: write_line(wrap_lines(line, 11)), jobs, seconds, longest, save=lambda one: save(one, arguments),
         siblings=lambda one: [sibling(one)] if is_open else [],
     )  # fmt: skip
 
@@ -309,11 +308,11 @@ def finish(space: Space, arguments: argparse.Namespace, search: Search) -> Resul
             f"{len(compiled)} compiled, {fitting} of them fit; {failures}{len(search.remaining):,} were not compiled "
             f"({search.stopped})"
         )
-        print(wrapped(counts))
+        print(wrap_lines(counts))
     if winner is None:
         how = "that was compiled fits" if compiled else "surely fits by formulas"
         least = min(compiled, key=lambda one: one.peak_bytes, default=space.smallest)
-        print(wrapped(f"nothing {how}; {fits_nowhere(least, memory)}"))
+        print(wrap_lines(f"nothing {how}; {fits_nowhere(least, memory)}"))
         if search.next():
             more = "more --minutes would compile them" if search.stopped else "a compilation would tell"
             print(f"some that were not compiled may fit: {more}")
@@ -327,11 +326,11 @@ def finish(space: Space, arguments: argparse.Namespace, search: Search) -> Resul
 def report_winner(task: Task, arguments: argparse.Namespace, winner: Result) -> None:
     """The command, how far to trust its figures, and the recipe if it was asked for."""
     config, hosts = task.config, machine_of(task.target).hosts
-    print(wrapped(f"\nfastest ({basis(winner)}): {winner.candidate}"))
+    print(wrap_lines(f"\nfastest ({basis(winner)}): {winner.candidate}"))
     print(shell_command(command(winner.candidate, config, base_words(arguments), hosts), 2))
-    print(wrapped(f"limited by {limited_by(winner, machine_of(task.target).memory)}; {trust(winner, task.target)}"))
+    print(wrap_lines(f"limited by {limited_by(winner, machine_of(task.target).memory)}; {trust(winner, task.target)}"))
     if task.cost:
-        print(wrapped(f"{short_count(task.cost.tokens)} tokens: {task.cost.text(task.tokens / winner.seconds)}"))
+        print(wrap_lines(f"{short_count(task.cost.tokens)} tokens: {task.cost.text(task.tokens / winner.seconds)}"))
     if arguments.recipe:
         note = f"{config.model.name} on {task.target}, {basis(winner)}: {command_line()}"
         write_recipe(Path(arguments.recipe), winner.candidate, config, note, hosts)

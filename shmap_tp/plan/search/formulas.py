@@ -50,8 +50,7 @@ from shmap_tp.layers.grouped_matmul import row_tile
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.transformer import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
-from shmap_tp.plan.search.collective_seconds import collective_seconds
-from shmap_tp.plan.search.weights import Weight, state_bytes, weights
+from shmap_tp.plan.search.collective_seconds import Weight, collective_seconds, state_bytes, weights
 from shmap_tp.plan.targets import Target, devices_of, machine_of
 from shmap_tp.plan.tpu import GROUPED_EFFICIENCY, KERNEL_EFFICIENCY
 

@@ -18,7 +18,7 @@ from shmap_tp.plan.search.candidates import SURE, Candidate, Result, pareto_fron
 from shmap_tp.plan.search.cost import Cost
 from shmap_tp.plan.search.formulas import TIME, Estimate
 from shmap_tp.plan.targets import Target, machine_of
-from shmap_tp.plan.terminal import fitted_table, wrapped
+from shmap_tp.runtime.console import fitted_table, wrap_lines
 from shmap_tp.runtime.files import replacing
 
 COMPILED, FORMULAS = "compiled", "formulas"
@@ -122,7 +122,7 @@ def legend(task: Task) -> str:
         "docs/planning.md.",
         *([task.cost.legend] if task.cost else []),
     ]
-    return wrapped("\n".join(lines))
+    return wrap_lines("\n".join(lines))
 
 
 FORMULA_ERRORS = (

@@ -13,9 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan.communication.from_hlo import communication_in_hlo, replica_groups
-from shmap_tp.plan.communication.from_jaxpr import communication_in_jaxpr
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation, bytes_by_operation, comparison, key, tally
+from shmap_tp.plan.compiled_communication import communication_in_hlo, replica_groups
+from shmap_tp.plan.ledger import (
+    Direction,
+    Entry,
+    Operation,
+    bytes_by_operation,
+    communication_in_jaxpr,
+    comparison,
+    key,
+    tally,
+)
 from tests.helpers.model_fixtures import mesh
 
 SIZES = {DP: 4, MP: 4}

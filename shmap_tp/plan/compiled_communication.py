@@ -17,8 +17,8 @@ import numpy as np
 from jax import numpy as jnp
 
 from shmap_tp.parallel.mesh import DP_SLICE
-from shmap_tp.plan.communication.ledger import Direction, Entry, Operation
 from shmap_tp.plan.hlo_parser import ARRAY, Computation, Instruction, Module, array_bytes, parse_hlo
+from shmap_tp.plan.ledger import Direction, Entry, Operation
 
 OPCODES = {
     "all-reduce": Operation.all_reduce,

@@ -18,7 +18,7 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import Block, Config, FsdpGradients, Remat, TensorParallelMode, Zero
 from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.plan.ledger import Direction, Entry, Operation
-from shmap_tp.plan.search.collective_seconds import activation_entries, weight_communication, weights
+from shmap_tp.plan.search.collective_seconds import activation_entries, local_parameters, placement_communication
 
 DP_SIZE, MP_SIZE = 8, 3
 TIME, WIDTH, FFN = 33, 16, 24
@@ -135,8 +135,8 @@ def data_parallel_rows() -> list[list[str]]:
     rows = []
     for name, mesh in DATA_PARALLEL.items():
         chosen = config(mesh=mesh)
-        weight = next(one for one in weights(chosen.model, chosen.mesh, "bfloat16") if one.name == WEIGHT)
-        own = weight_communication(weight, axis_sizes(chosen.mesh), 1, "bfloat16", ())
+        weight = next(one for one in local_parameters(chosen.model, chosen.mesh, "bfloat16") if one.name == WEIGHT)
+        own = placement_communication(weight, axis_sizes(chosen.mesh), 1, "bfloat16", ())
         forward = [entry for entry in own if entry.direction == Direction.forward]
         backward = [entry for entry in own if entry.direction in (Direction.recompute, Direction.backward)]
         once = [entry for entry in own if entry.direction == Direction.once]

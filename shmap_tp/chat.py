@@ -12,7 +12,7 @@ from shmap_tp.runtime.command_line import end_without_readers, importing, run_co
 from shmap_tp.runtime.console import print_error, write_text
 
 if TYPE_CHECKING:
-    from shmap_tp.inference.text import Conversation
+    from shmap_tp.inference.text import Chat
 
 EPILOG = """\
 in the chat
@@ -53,21 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(chat)
 
 
-def _opened(arguments: argparse.Namespace) -> "Conversation":
+def _opened(arguments: argparse.Namespace) -> "Chat":
     """The conversation that the arguments describe.  Raises UserError."""
     with importing():
         from shmap_tp.data.chat_template import template_arguments
-        from shmap_tp.inference.text import Conversation, chat_template_of_model, tokenizer_of_model
+        from shmap_tp.inference.text import Chat, chat_template_of_model, tokenizer_of_model
 
     options = sampling_options(arguments, decode_tokens=4)
     model = open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     template = chat_template_of_model(model, arguments.template, template_arguments(arguments.template_argument))
     given = arguments.system, arguments.special_tokens_in_text
-    return Conversation(model, tokenizer, template, options, *given)
+    return Chat(model, tokenizer, template, options, *given)
 
 
-def _chat(conversation: "Conversation") -> None:
+def _chat(conversation: "Chat") -> None:
     """Questions and answers until /exit or the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  line editing and history in input()
@@ -93,7 +93,7 @@ def _read() -> str | None:
     return None if text == "/exit" else text
 
 
-def _answer(conversation: "Conversation", text: str) -> None:
+def _answer(conversation: "Chat", text: str) -> None:
     """Print the answer as it comes."""
     try:
         conversation.answer(

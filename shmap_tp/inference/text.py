@@ -179,7 +179,7 @@ LEAST_ROOM = 16
 """Tokens that an answer must have room for."""
 
 
-class Conversation:
+class Chat:
     """Messages, and the answers to them.  Every turn reads the whole prompt again; nothing is cached between turns."""
 
     def __init__(

@@ -328,10 +328,10 @@ def generation_command(arguments: argparse.Namespace) -> None:
     if arguments.json:
         append_json(prediction.row.to_json(), Path(arguments.json))
     print(wrap_lines(format_generation(prediction.row), ROW_INDENT))
-    print_communication(config, prediction)
+    print_traced_and_compiled(config, prediction)
 
 
-def print_communication(config: Config, prediction: GenerationPrediction) -> None:
+def print_traced_and_compiled(config: Config, prediction: GenerationPrediction) -> None:
     """What decoding communicates, and whether both compiled programs communicate as they are traced."""
     sizes = axis_sizes(config.mesh)
     print(f"\nCOMMUNICATION of decoding {GREEDY.decode_tokens} tokens of each sequence, as traced")

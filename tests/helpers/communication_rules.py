@@ -16,7 +16,7 @@ from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import MP, axis_sizes, mesh_order, token_axes
 from shmap_tp.plan.ledger import Direction, Entry, Operation
-from shmap_tp.plan.search.collective_seconds import weight_communication, weights
+from shmap_tp.plan.search.collective_seconds import local_parameters, placement_communication
 from shmap_tp.training.step import CONFIGURED, Components
 
 FORWARD, RECOMPUTE, BACKWARD = Direction.forward, Direction.recompute, Direction.backward
@@ -198,9 +198,9 @@ def parameters(config: Config, dtype: str, components: Components = CONFIGURED) 
     and after the update, are summed over each set of axes that shards any."""
     sizes, mode = axis_sizes(config.mesh), config.mesh.tensor_parallel
     partial_over = () if mode == TensorParallelMode.all_reduce else (MP,)
-    every, found, shardings = weights(config.model, config.mesh, dtype, components), [], set()
+    every, found, shardings = local_parameters(config.model, config.mesh, dtype, components), [], set()
     for one in every:
-        found += weight_communication(one, sizes, config.train.microbatches, dtype, partial_over)
+        found += placement_communication(one, sizes, config.train.microbatches, dtype, partial_over)
         sharded = () if isinstance(one.placement, Replicated) else one.placement.axes
         shardings |= {mesh_order({*one.declared, *sharded})} if one.trained else set()
     norms = ArrayTraffic(1, "float32", 1), ArrayTraffic(2, "float32", 1)

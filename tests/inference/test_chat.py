@@ -11,7 +11,7 @@ from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from shmap_tp.inference.generator import Options
-from shmap_tp.inference.text import LEAST_ROOM, Conversation
+from shmap_tp.inference.text import LEAST_ROOM, Chat
 
 pytest.importorskip("jinja2")
 TEMPLATE = (
@@ -92,8 +92,8 @@ def test_a_template_that_was_ended_renders_the_next_messages(monkeypatch):
         ChatTemplate("-", "t", {}).render(MESSAGES, continued=True)
 
 
-def conversation(model, system: str | None = None) -> Conversation:
-    return Conversation(model, Bytes(), ChatTemplate(TEMPLATE, "t", {}), Options(max_new_tokens=6), system)
+def conversation(model, system: str | None = None) -> Chat:
+    return Chat(model, Bytes(), ChatTemplate(TEMPLATE, "t", {}), Options(max_new_tokens=6), system)
 
 
 def test_an_answer_is_the_greedy_continuation_of_the_rendered_history(model):

@@ -19,8 +19,7 @@ from shmap_tp.model.flops import flops_per_token, forward_terms, frozen_paramete
 from shmap_tp.model.tracing import equations
 from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.plan.predict import state_bytes
-from shmap_tp.plan.search.collective_seconds import state_bytes as planned_state_bytes
-from shmap_tp.plan.search.collective_seconds import weights
+from shmap_tp.plan.search.collective_seconds import local_parameters, planned_state_bytes
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.adapter_cases import (
     ADAPTER,
@@ -160,7 +159,7 @@ def test_the_least_memory_is_that_of_the_base_once_and_of_the_factors_four_times
     base = sum(local.values()) - factors - norms
     trained = (12 + momentum) * factors
     assert state_bytes(programs) == 2 * base + 4 * norms + trained + 8  # two counters of the optimizer
-    every = weights(conf.model, conf.mesh, jnp.bfloat16)
+    every = local_parameters(conf.model, conf.mesh, jnp.bfloat16)
     assert planned_state_bytes(every, momentum) == 2 * base + 4 * norms + trained
     without = replace(conf.model, adapter=replace(conf.model.adapter, rank=0))
     assert frozen_parameters(conf.model) == parameters(without)

@@ -1,5 +1,5 @@
 """Seconds of the collectives of a training step by the link model: those of the model as it is traced, for each mesh,
-mode and policy once, and those of its parameters by rules of their own (`weight_communication`).
+mode and policy once, and those of its parameters by rules of their own (`placement_communication`).
 
 Which axes shard a parameter and how the others place it is read from the model's own declarations
 (`partitioning.partition_specs`, `fsdp.place_parameters`): nothing here names a layer.  A search has too many meshes and
@@ -36,7 +36,7 @@ from shmap_tp.plan.targets import Target, devices_of, link_model
 
 
 @dataclass(frozen=True)
-class Weight:
+class LocalParameter:
     """A parameter, as the axes that it declares leave it to one device."""
 
     name: str
@@ -58,19 +58,21 @@ class Weight:
     """What it is stored in."""
 
 
-def weights(
+def local_parameters(
     model: ModelConfig, mesh: MeshConfig, dtype: DTypeLike, components: ModelComponents = CONFIGURED_MODEL
-) -> list[Weight]:
+) -> list[LocalParameter]:
     """Every parameter of the model on a mesh, in the order of its tree; `dtype` is that of the activations."""
     shapes, sizes = parameter_shapes(model, components, dtype=dtype), axis_sizes(mesh)
     trained = components.trained(model, shapes)
     placements = place_parameters(mesh, shapes, trained).placements
 
-    def describe(path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, *is_: bool) -> Weight:
+    def describe(
+        path: tuple, leaf: jax.ShapeDtypeStruct, spec: Any, placement: Placement, *is_: bool
+    ) -> LocalParameter:
         stacked, trained = is_
         layers = leaf.shape[0] if stacked else 1
         is_head_too = shapes.head is None and leaf is shapes.embedding.weight
-        return Weight(
+        return LocalParameter(
             name=path_name(path, ".").removesuffix(".weight"),
             values=math.prod(leaf.shape) // layers // _ranks(axes_in(spec), sizes),
             layers=layers,
@@ -85,15 +87,15 @@ def weights(
 
     declared = partition_specs(shapes, sizes)
     found = jax.tree_util.tree_map_with_path(describe, shapes, declared, placements, is_stacked(shapes), trained)
-    return jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, Weight))
+    return jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, LocalParameter))
 
 
 def _ranks(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def weight_communication(
-    weight: Weight, sizes: Mapping[str, int], microbatches: int, dtype: str, partial_over: tuple[str, ...]
+def placement_communication(
+    weight: LocalParameter, sizes: Mapping[str, int], microbatches: int, dtype: str, partial_over: tuple[str, ...]
 ) -> list[Entry]:
     """What a step communicates of a parameter and its gradient, by the rules of `fsdp.py`.
 
@@ -139,7 +141,7 @@ def weight_communication(
     return found
 
 
-def state_bytes(every: list[Weight], momentum: int) -> float:
+def planned_state_bytes(every: list[LocalParameter], momentum: int) -> float:
     """Parameters, and of those that are trained moments and gradients, of one device; `momentum`: bytes of a value of
     the first moment."""
     total = 0.0
@@ -155,7 +157,7 @@ _TRACED: dict[str, list[Entry]] = {}
 """What a model communicates in a microbatch of one sequence: a trace takes some tenths of a second."""
 
 
-class Links:
+class MeshLinks:
     """The link model of a target, and the group of devices of each set of axes to which the first device of a slice
     belongs."""
 
@@ -188,19 +190,19 @@ class Links:
         return entry.count * seconds
 
 
-_LINKS: dict[tuple[str, Target], Links] = {}
+_LINKS: dict[tuple[str, Target], MeshLinks] = {}
 
 
-def links_of(mesh: MeshConfig, target: Target) -> Links:
+def links_of(mesh: MeshConfig, target: Target) -> MeshLinks:
     """The links of a mesh, computed once."""
     mesh = replace(mesh, zero=Zero.none)  # it changes no link
     key = repr(mesh), target
     if key not in _LINKS:
-        _LINKS[key] = Links(mesh, target)
+        _LINKS[key] = MeshLinks(mesh, target)
     return _LINKS[key]
 
 
-def collective_seconds(config: Config, every: list[Weight], target: Target) -> dict[str, float]:
+def collective_seconds(config: Config, every: list[LocalParameter], target: Target) -> dict[str, float]:
     """Seconds by how the compiler overlaps them, before any overlap.
 
     all_reduce, sequence, collective_matmul    what the model itself communicates, in the mode of this name; `sequence`
@@ -216,7 +218,7 @@ def collective_seconds(config: Config, every: list[Weight], target: Target) -> d
         found[TensorParallelMode.sequence if EP in entry.axis.split() else mode] += links.seconds(entry)
     ranks = config.mesh.dp * config.mesh.cp
     partial, microbatches = TENSOR_PARALLEL[config.mesh.tensor_parallel].time_axes, config.train.microbatches
-    for entry in (e for one in every for e in weight_communication(one, sizes, microbatches, "bfloat16", partial)):
+    for entry in (e for one in every for e in placement_communication(one, sizes, microbatches, "bfloat16", partial)):
         if ranks > 1 or MP in entry.axis.split():
             found[_overlap(entry)] += links.seconds(entry)
     return found

@@ -72,7 +72,7 @@ def search_command(arguments: argparse.Namespace) -> None:
     """Search every target that was asked for, the cheapest or fastest by formulas first.  Raises UserError;
     SystemExit(STOPPED) after Ctrl-C, SIGTERM or SIGHUP while it compiles; before that they end the process at once,
     since there is nothing to keep."""
-    check_values(arguments)
+    check_options(arguments)
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
     check_outputs(arguments)
@@ -155,7 +155,7 @@ def find_targets(arguments: argparse.Namespace) -> list[Target]:
     return [find_target(version, int(size), arguments.topology, slices) for version in versions for size in sizes]
 
 
-def check_values(arguments: argparse.Namespace) -> None:
+def check_options(arguments: argparse.Namespace) -> None:
     """Raises UserError for values that a search cannot use."""
     for key in ("mesh.slices", "mesh.processes"):
         if any(word.startswith(f"{key}=") for word in arguments.overrides):

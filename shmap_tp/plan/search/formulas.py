@@ -50,7 +50,12 @@ from shmap_tp.layers.grouped_matmul import row_tile
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.transformer import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
-from shmap_tp.plan.search.collective_seconds import Weight, collective_seconds, state_bytes, weights
+from shmap_tp.plan.search.collective_seconds import (
+    LocalParameter,
+    collective_seconds,
+    local_parameters,
+    planned_state_bytes,
+)
 from shmap_tp.plan.targets import Target, devices_of, machine_of
 from shmap_tp.plan.tpu import GROUPED_EFFICIENCY, KERNEL_EFFICIENCY
 
@@ -96,15 +101,15 @@ def estimates(config: Config, target: Target, offloads: Sequence[tuple[SavedActi
     return made
 
 
-_WEIGHTS: dict[str, list[Weight]] = {}
+_WEIGHTS: dict[str, list[LocalParameter]] = {}
 
 
-def _weights(config: Config) -> list[Weight]:
+def _weights(config: Config) -> list[LocalParameter]:
     """The parameters of a mesh, read from the model once."""
     model = replace(config.model, remat=Remat.full, offload=[])
     key = repr((model, config.mesh))
     if key not in _WEIGHTS:
-        _WEIGHTS[key] = weights(model, config.mesh, jnp.bfloat16)
+        _WEIGHTS[key] = local_parameters(model, config.mesh, jnp.bfloat16)
     return _WEIGHTS[key]
 
 
@@ -122,7 +127,7 @@ def _kernel(config: Config, target: Target) -> AttentionKernel:
 # Memory
 
 
-def memory_terms(config: Config, model: ModelConfig, every: list[Weight]) -> dict[str, float]:
+def memory_terms(config: Config, model: ModelConfig, every: list[LocalParameter]) -> dict[str, float]:
     """Bytes of each term of MEMORY, without offload."""
     tokens = microbatch_tokens(config)
     per_layer = NARROW * tokens
@@ -137,7 +142,7 @@ def memory_terms(config: Config, model: ModelConfig, every: list[Weight]) -> dic
         rows = min(model.attention_chunk, model.context) * tokens / model.context
         scores = WIDE * rows * max(_score_keys(model)) * model.heads / config.mesh.mp
     return {
-        "state": state_bytes(every, jnp.dtype(str(config.optimizer.momentum_dtype)).itemsize),
+        "state": planned_state_bytes(every, jnp.dtype(str(config.optimizer.momentum_dtype)).itemsize),
         "saved": per_layer * model.layers * sum(saved_values(config).values()),
         "layer": per_layer * layer_values(config),
         "gathered": 2 * NARROW * layer if is_fsdp else 0.0,
@@ -200,7 +205,7 @@ def layer_values(config: Config) -> float:
 # Time
 
 
-def time_terms(config: Config, model: ModelConfig, every: list[Weight], target: Target) -> dict[str, float]:
+def time_terms(config: Config, model: ModelConfig, every: list[LocalParameter], target: Target) -> dict[str, float]:
     """Seconds of each term of TIME but those of the host."""
     device, microbatches, tokens = machine_of(target), config.train.microbatches, microbatch_tokens(config)
     all_tokens = microbatches * tokens

@@ -223,7 +223,7 @@ them."""
 
 
 def comparable(rows: list[dict]) -> list[dict]:
-    """Of the rows of published.jsonl, those with a ratio whose run shares our parallelism."""
+    """The rows of published.jsonl with a ratio whose run shares our parallelism."""
     return [row for row in rows if row["published"]["ratio"] and row["published"]["name"] not in DIFFERS]
 
 

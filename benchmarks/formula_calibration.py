@@ -25,9 +25,9 @@ from shmap_tp.plan.targets import Target, find_target
 RESULTS = Path(__file__).parent / "results"
 FILES = ("tpu.jsonl", "published.jsonl", "ring.jsonl", "gpu_plan.jsonl")
 FEWEST_ROWS = 3
-"""Of a TPU version, for a factor of its own."""
+"""Rows that a TPU version needs for a factor of its own."""
 FEWEST_RANKED = 4
-"""Of a kind of device, for a rank correlation."""
+"""Rows that a kind of device needs for a rank correlation."""
 FIXED = ("host_excess",)
 """Waiting that no row of the results has: its constant stays 1."""
 PRIOR = 0.1

@@ -101,7 +101,7 @@ class Model:
     checkpoint: str | None = None
     """The checkpoint that it was restored from."""
     given_tokenizer: Tokenizer | None = None
-    """That of `with_tokenizer`."""
+    """The tokenizer of `with_tokenizer`."""
 
     def __repr__(self) -> str:
         """One line; `config` and `parameters` have the rest."""
@@ -186,7 +186,7 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """That of `with_tokenizer`, of its checkpoint or of its Hugging Face directory.
+        """The tokenizer of `with_tokenizer`, of the model's checkpoint or of its Hugging Face directory.
 
         Raises UserError if there is none.
         """

@@ -143,7 +143,7 @@ def expected(*overrides: str) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndar
 
 @pytest.mark.parametrize("mode", MODES)
 def test_logits_loss_and_gradients_are_those_of_the_dense_reference(mode):
-    """Of a batch that dp does not divide, and of sequences shorter than the context; targets that are not counted are
+    """dp does not divide the batch, and the sequences are shorter than the context; targets that are not counted are
     still inputs.  Padded columns are not returned."""
     of_mode, wanted = model(mode), OTHER_MODEL if "FSDP" in mode else ()
     wanted_logits, wanted_loss, wanted_gradients = expected(*wanted)

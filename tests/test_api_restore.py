@@ -82,7 +82,7 @@ def test_an_older_checkpoint_can_be_named(run, masters):
 
 
 def test_matrices_are_held_in_the_dtype_asked_for_with_the_same_results(run, masters):
-    """Those that are rounded when the checkpoint is read are what each use of a float32 matrix rounds to."""
+    """Matrices that are rounded when the checkpoint is read are what each use of a float32 matrix rounds to."""
     held = shmap_tp.Model.restore(run, dtype="bfloat16")
     train = dataclasses.replace(masters.config.train, precision=Precision.bfloat16)
     in_bfloat16 = build(dataclasses.replace(masters.config, train=train), shmap_tp.Components())

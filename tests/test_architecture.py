@@ -53,7 +53,7 @@ COMMAND_FILES = [*ROOT.glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
 PYTHON = [*FILES, *COMMAND_FILES, *TESTS.rglob("*.py")]
 
 MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 10
-"""Of a file, of a function with its docstring, and of a function with `self`."""
+"""Lines of a file, lines of a function with its docstring, and parameters of a function with `self`."""
 CUSTOM_GRADIENTS = {
     "parallel",
     "layers/flash_attention.py",

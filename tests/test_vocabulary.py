@@ -61,6 +61,12 @@ TEXTS = [
     *DOCUMENTS,
 ]
 
+INVERTED = {
+    r"\bOf\b": "begin the sentence with its subject",
+    r'"{3}(?:Those|That) (?!a |the )': "name what it is: a docstring that begins so has no noun",
+}
+"""Beginnings of sentences that make a reader wait for the subject, and what to do instead."""
+
 
 def without_names_of_libraries(text: str) -> str:
     for name in NAMES_OF_LIBRARIES:
@@ -77,6 +83,33 @@ def test_texts_use_the_words_of_the_field():
                 number = text.count("\n", 0, match.start()) + 1
                 found.append(f"{name_of(file)}:{number}: {match[0]!r} (use: {standard})")
     assert not found, "\n" + "\n".join(found)
+
+
+def inverted(text: str) -> list[tuple[int, str]]:
+    """(line, what to do instead) of every sentence of `text` that begins as no sentence of this project does."""
+    found = [(match.start(), instead) for begins, instead in INVERTED.items() for match in re.finditer(begins, text)]
+    return sorted((text.count("\n", 0, start) + 1, instead) for start, instead in found)
+
+
+def test_sentences_begin_with_their_subject():
+    files = sorted({*TEXTS, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "RESULTS.md"})
+    found = [f"{name_of(file)}:{line}: {instead}" for file in files for line, instead in inverted(file.read_text())]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text, accepted",
+    [
+        ('"""Of a step."""', False),
+        ("are fast.  Of these\nnone", False),
+        ("| Of the 3 s", False),
+        ('"""Those of the model."""', False),
+        ('"""That the step is good is decided."""', True),
+        ("the sum of all; those of the model", True),
+    ],
+)
+def test_the_check_of_sentences_finds_those_that_begin_without_a_subject(text, accepted):
+    assert accepted is not bool(inverted(text))
 
 
 @pytest.mark.parametrize(

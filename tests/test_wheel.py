@@ -56,7 +56,7 @@ def test_the_version_is_stated_once_in_the_package():
 
 
 DISTRIBUTIONS = {"hydra": "hydra-core", "orbax": "orbax-checkpoint", "yaml": "pyyaml"}
-"""Of imported packages whose distribution has another name."""
+"""The distributions of imported packages whose distribution has another name."""
 WITH_JAX = {"ml_dtypes"}
 """Packages that JAX requires and defines its dtypes by."""
 

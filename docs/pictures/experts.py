@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLOURS = {0: "#8fb3dd", 1: "#f3c98b", 2: "#a8cf9a", 3: "#d99694"}
-"""Of experts."""
+"""The colour of each expert."""
 CHOSEN = {"a": 0, "b": 2, "c": 1, "d": 3}
-"""Of each token its expert."""
+"""The expert of each token."""
 EXPERTS = {0: (0, 1), 1: (2, 3)}
-"""Of each device."""
+"""The experts of each device."""
 
 
 def cell(axes: Axes, x: float, y: float, text: str, colour: str) -> None:

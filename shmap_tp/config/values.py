@@ -68,7 +68,7 @@ def kinds_of(key: str) -> set[type]:
 
 
 RULES = {key: _field(key).metadata for section in SECTIONS for key in keys(section)}
-"""Of every key; see `schema.key`."""
+"""The rules of every key; see `schema.key`."""
 SCHEMES = {key: rules["schemes"] for key, rules in RULES.items() if "schemes" in rules}
 """The directories of a configuration, and the URLs that each may be besides a path."""
 

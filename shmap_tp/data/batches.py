@@ -249,7 +249,7 @@ class Batches:
     """The files of the tokenizer and the chat template beside the data, by name; of several sources those of the first
     that has each."""
     sources_shape: jax.ShapeDtypeStruct | None
-    """Of `row_sources`; None without data.sources."""
+    """The shape of `row_sources`; None without data.sources."""
 
     def __init__(self, config: Config, tokens: jax.ShapeDtypeStruct):
         """Open and check all token files.  `tokens` has the shape and sharding of a step's batch, [A, b, T + 1]."""

@@ -73,7 +73,7 @@ class Bucket:
     """The files of data.dir, a URL.  Raises UserError if it cannot be read; so do all methods."""
 
     files: dict[str, str]
-    """Those of `FILES` that are there: path by name."""
+    """The `FILES` that are there: path by name."""
 
     def __init__(self, data: DataConfig):
         self._data = data

@@ -78,7 +78,7 @@ def parse_meta(content: bytes, path: object) -> Meta:
 
 
 def read_companions(directory: Path, meta: Meta) -> dict[str, bytes]:
-    """Those of COMPANIONS that are beside meta.json; tokenizer.json only where meta.json states its hash.
+    """The COMPANIONS that are beside meta.json; tokenizer.json only where meta.json states its hash.
 
     Raises UserError if its hash is another one: the tokens would be read with another tokenizer.
     """

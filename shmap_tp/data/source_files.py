@@ -34,11 +34,11 @@ CHAT = {"messages", "conversations", "completion"}
 OF_DATASETS = {"dataset_info.json", "state.json", "dataset_dict.json"}
 """Files that `save_to_disk` of datasets writes beside those of the data."""
 CHATS = (*_LINES, JSON, *_TABLES)
-"""Of files of conversations."""
+"""Endings of files of conversations."""
 RECORDS = (*_LINES, *_TABLES)
-"""Of files whose documents are records."""
+"""Endings of files whose documents are records."""
 ENDINGS = (".txt", ".txt.gz", ".txt.zst", *RECORDS)
-"""Of the files that are read in a directory."""
+"""Endings of the files that are read in a directory."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SourceFile:
     version: str | None
     """What changes when its content does; None where that is not known."""
     split: str | None = None
-    """That of all its documents, if it is known."""
+    """The split of all its documents, if it is known."""
     option: str = "--text"
     """The option that named it."""
 

@@ -36,7 +36,7 @@ class TextDirectory:
 
     @classmethod
     def read(cls, directory: str | PathLike) -> "TextDirectory":
-        """That of a directory, local or in a bucket.  Raises UserError if a file cannot be read."""
+        """The files of a directory, local or in a bucket.  Raises UserError if a file cannot be read."""
         files, bucket = {}, "://" in str(directory)
         for name in (*COMPANIONS, MODEL):
             file = (epath.Path if bucket else Path)(directory) / name

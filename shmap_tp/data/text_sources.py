@@ -75,7 +75,7 @@ class Division:
 
 
 def division(measurements: Iterable[tuple[np.ndarray, np.ndarray]], validation: float) -> Division:
-    """That of documents with these hashes and sizes (`TextFiles.measured`), in any order, into the fraction
+    """The division of documents with these hashes and sizes (`TextFiles.measured`), in any order, into the fraction
     `validation` and the rest."""
     found = [(np.empty(0, np.uint64),) * 2, *measurements]
     hashes, sizes = (np.concatenate(part) for part in zip(*found, strict=True))
@@ -101,13 +101,13 @@ class TextFiles:
 
     files: Sequence[SourceFile]
     field: str
-    """Of records."""
+    """The field of records that has their text."""
     validation: float
     """Fraction for validation of the files that have no split of their own."""
 
     @property
     def size(self) -> int:
-        """Of the files, in bytes."""
+        """Bytes of the files."""
         return sum(file.size for file in self.files)
 
     def chunks(self) -> Iterator[Chunk]:

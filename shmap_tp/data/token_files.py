@@ -4,7 +4,7 @@ T context, n sequences in a file.
 
 A prepared directory holds `train.bin` and `validation.bin`: token ids one after the other, little-endian uint16 (uint32
 if the vocabulary needs it), the format of nanoGPT.  `meta.json` beside them states the dtype and the sha256 of each
-file.  Of conversations `train.counted` and `validation.counted` have a bit for each token, the lowest of a byte first:
+file.  For conversations `train.counted` and `validation.counted` have a bit for each token, the lowest of a byte first:
 whether it counts as a target.  Sequence s consists of tokens s T to s T + T inclusive: T inputs and their T targets.
 Neighbouring sequences share one token, and n = (tokens - 1) // T.
 

@@ -206,7 +206,7 @@ def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
 VERSIONS = {"v2": "v2", "v3": "v3", "v4": "v4", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e"}
 """Keys of GENERATIONS by the first part of a name."""
 _CORES_ON_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
-"""Of those whose names count cores."""
+"""Cores of a chip, for the versions whose names count cores."""
 _CHIPS_ON_HOST = 4
 _LARGEST_HOST = {"v5litepod": 8, "v6e": 8}
 """Chips of a slice that is one host with more than _CHIPS_ON_HOST of them."""

@@ -43,7 +43,7 @@ class EmptyCache(eqx.Module):
     start_B: Int[Array, " B"]
     """The first slot of each sequence."""
     slots_L: tuple[int, ...] = eqx.field(static=True)
-    """Those of each layer of the cache that it becomes (`layer_slots`)."""
+    """The slots of each layer of the cache that it becomes (`layer_slots`)."""
     dtype: DTypeLike = eqx.field(static=True)
     unrolled: bool = eqx.field(static=True)
     """Whether that has an array for each layer; else all have as many slots."""

@@ -168,7 +168,7 @@ class _Sequence:
         return self._left == 0
 
     def take(self, ids: np.ndarray) -> list[int]:
-        """Those of the next ids that belong to the sequence.  Raises UserError if one's logits are not finite."""
+        """The next ids, as far as they belong to the sequence.  Raises UserError if one's logits are not finite."""
         taken = []
         for token in ids[: self._left].tolist():
             if token == NO_TOKEN:

@@ -121,8 +121,8 @@ def _in_chunks(
 def _scores(
     projection: OutputProjection, vocabulary: int, h_ND: Float[Array, "N D"], targets_N: Int[Array, " N"]
 ) -> Scores:
-    """All-gathers over mp of five values per position.  Of equal largest logits that of the lowest id counts, as for
-    `argmax` and in greedy generation."""
+    """All-gathers over mp of five values per position.  Where several logits are the largest, the lowest id counts, as
+    for `argmax` and in greedy generation."""
     found = target_statistics(score(h_ND, projection), targets_N, vocabulary)
     id_V = lax.axis_index(MP) * found.logits_NV.shape[1] + jnp.arange(found.logits_NV.shape[1])
     return found.target_N - found.max_N - jnp.log(found.z_N), argmax(found.logits_NV, id_V) == targets_N

@@ -32,7 +32,7 @@ Show = Callable[[int, int, str, str | None], None]
 
 
 def tokenizer_of_model(model: Any, file: str | None) -> Tokenizer:
-    """That in `file`, or of the checkpoint or the Hugging Face directory that an `api.Model` was read from.
+    """The tokenizer in `file`, or of the checkpoint or the Hugging Face directory that an `api.Model` was read from.
 
     Raises UserError if there is none.
     """
@@ -75,8 +75,8 @@ def tokenizer_of_checkpoint(checkpoint: str, data_dir: str) -> tuple[Tokenizer, 
 
 
 def chat_template_of_model(model: Any, file: str | None, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """That in `file`, or of the conversations that an `api.Model` was trained on, or of the Hugging Face directory that
-    it was read from, with these `arguments`.  Raises UserError if there is none."""
+    """The template in `file`, or of the conversations that an `api.Model` was trained on, or of the Hugging Face
+    directory that it was read from, with these `arguments`.  Raises UserError if there is none."""
     runs = [] if model.checkpoint is None else [Path(model.checkpoint).parents[1], model.config.run.dir]
     for text in map(TextDirectory.read, runs if file is None else ()):
         if TEMPLATE in text.files:

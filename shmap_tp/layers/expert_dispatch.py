@@ -130,7 +130,7 @@ class OverTokens:
 
 
 def dispatch_of_mesh(capacity: float | None, tokens: Int[Array, ""] | None) -> Dispatch:
-    """That of the mesh which is being mapped over; the arguments are of `OverTokens`, other ways do not need them."""
+    """The dispatch on the mesh that is being mapped over; only `OverTokens` needs the arguments."""
     return OverTokens(capacity, tokens) if EP in axes_of(Role.experts) else OverMp()
 
 

@@ -106,7 +106,7 @@ def _backward_keys(keys: int, size: int, most: int) -> int | None:
 
 
 def _mask(shape: tuple[int, int], ranks: int, window: int | None) -> splash_mask.Mask:
-    """That of the queries of all ranks, in their order, with the keys."""
+    """The mask of the queries of all ranks, in their order, with the keys."""
     queries, keys = shape
     if ranks == 1 and window is None:
         return splash_mask.CausalMask(shape, offset=keys - queries)

@@ -276,7 +276,7 @@ class LossParts(NamedTuple):
     losses: Float[Array, "*parts"]
     """The cross entropy, by source where rows have one; of another objective its own parts."""
     statistics: Statistics | None
-    """Those of the blocks."""
+    """The statistics of the blocks."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Compiled:
 def coordinates(mesh: Mesh) -> list[list[int]]:
     """[x, y, z, core] of each device of a TPU mesh, in mesh order.
 
-    Of several slices only the first: the compiler makes the module of one slice and numbers the devices within it.
+    With several slices, only those of the first: the compiler makes the module of one slice and numbers the devices
+    within it.
     """
     first = getattr(mesh.devices.flat[0], "slice_index", 0)
     return [_coordinates_of(device) for device in mesh.devices.flat if getattr(device, "slice_index", 0) == first]

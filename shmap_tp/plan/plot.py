@@ -1,7 +1,7 @@
 """Draw a predicted training step: a timeline of the simulated schedule, and the memory by kind.
 
 Rows of the timeline: compute, the collectives in flight over each mesh axis, transfers between slices and to host
-memory, and the time that the device waits.  Of a loop the first one or two iterations are drawn as they are; the
+memory, and the time that the device waits.  The first one or two iterations of a loop are drawn as they are; the
 others are collapsed into a hatched strip.  The time axis shows the time of the full step.
 """
 

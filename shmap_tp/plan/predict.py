@@ -167,7 +167,7 @@ def schedule_fields(schedule: SimulatedSchedule | None) -> dict:
 
 
 def gradient_bytes(programs: StepFunctions) -> int:
-    """Those of a gradient of each parameter that is trained."""
+    """Bytes of one device for a gradient of each parameter that is trained."""
     return shard_bytes(eqx.filter(programs.shapes.params, programs.trained))
 
 

@@ -20,9 +20,9 @@ PREDICTED, ESTIMATED = "predicted", "estimated"
 ROW_INDENT = 17
 """Columns before the figures of a row (`format_row`, `generation.format_generation`)."""
 STATE_BYTES = 16
-"""Of a parameter over all devices: itself, its gradient and the two moments of AdamW, in float32."""
+"""Bytes of a parameter over all devices: itself, its gradient and the two moments of AdamW, in float32."""
 FROZEN_BYTES = 2
-"""Of a frozen parameter, in bfloat16."""
+"""Bytes of a frozen parameter, in bfloat16."""
 
 FORMULA = (
     "MFU = tokens/s x model FLOPs per token (causal attention counted at half, recomputation not counted) / peak; "
@@ -97,7 +97,7 @@ class Row:
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
     frozen: int = 0
-    """Of `params`, those that are not trained."""
+    """How many of `params` are not trained."""
     cp: int = 1
     """Devices over which each row is split along time."""
     ep: int = 1

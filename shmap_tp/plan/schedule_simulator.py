@@ -1,6 +1,6 @@
 """Simulate the schedule of a compiled module: its instructions in order, with asynchronous transfers in flight.
 
-Of a module for TPUs (for GPUs see gpu.py):
+The costs of a module for TPUs (for GPUs see gpu.py):
 
     compute       `tpu.compute_seconds`: the compiler's own estimate of cycles where there is one
     collectives   `tpu.LinkModel`: each begins when earlier ones on the same links have ended.  A synchronous collective
@@ -265,7 +265,7 @@ class SimulatedSchedule:
     unestimated_bytes: float = 0.0
     """Bytes accessed by instructions for which the compiler gives no estimate, over all iterations."""
     timeline: list[Interval] | None = None
-    """In order of their start; None unless recording was requested.  Of a loop the first iterations."""
+    """In order of their start; None unless recording was requested.  A loop has its first iterations."""
 
     def add(self, other: "SimulatedSchedule", times: int = 1) -> None:
         """Append `times` repetitions of another schedule."""

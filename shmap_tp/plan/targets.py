@@ -69,7 +69,7 @@ class PlannedDevice:
 
     device_kind: str
     compute_capability: str = "0"
-    """Of a GPU."""
+    """The compute capability of a GPU."""
 
     platform = "cpu"
 

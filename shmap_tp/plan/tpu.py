@@ -290,7 +290,7 @@ class Side(NamedTuple):
     rate: float
     """Bytes/s that each device can receive along it."""
     hops: int
-    """Of the longest route."""
+    """Hops of the longest route."""
 
 
 # Instructions
@@ -350,7 +350,7 @@ class GroupedTiles(NamedTuple):
 
 
 def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles | None:
-    """Those of a kernel of jax.experimental.pallas.ops.tpu.megablox; None for any other kernel.
+    """The tiles of a kernel of jax.experimental.pallas.ops.tpu.megablox; None for any other kernel.
 
     A tile of rows is computed once for each group that has rows in it, and not at all beyond the last group: of E
     groups E - 1 end within a tile.  The kernel receives the ends of the groups, and the group and number of every tile:

@@ -81,7 +81,7 @@ class RotaryKeys:
     """The fraction of each head that is rotated; None where it is always the whole head."""
     default_partial: float = 1.0
     scalings: tuple[str, ...] = tuple(SCALINGS)
-    """Those that the family can have."""
+    """The scalings that the family can have."""
 
     @property
     def names(self) -> set[str]:
@@ -187,7 +187,7 @@ def _read_amplitude(factor: float, scaling: Mapping[str, Any], where: str) -> fl
 
 @dataclass(frozen=True)
 class LocalRotaryKeys:
-    """Those of a family whose local layers have another base.
+    """The keys of a family whose local layers have another base.
 
     transformers 4     `local` beside the keys of the global layers
     transformers 5     rope_parameters = {"full_attention": {...}, "sliding_attention": {...}}
@@ -258,7 +258,7 @@ def pattern_of(types: Sequence[str]) -> list[str]:
 
 
 def pattern_in(config: Mapping[str, Any], period: int) -> list[str]:
-    """That of a config.json; where layer_types is absent, all layers are local but for every `period`-th."""
+    """The pattern in a config.json; where layer_types is absent, all layers are local but for every `period`-th."""
     layers = range(1, config["num_hidden_layers"] + 1)
     kinds = ["sliding_attention" if i % period else "full_attention" for i in layers]
     return pattern_of(config.get("layer_types") or kinds)

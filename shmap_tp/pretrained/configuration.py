@@ -79,7 +79,7 @@ class Target:
     weights: str = SINGLE
     """The file of the weights, where they are not divided."""
     documents: Mapping[str, Any] | None = None
-    """Of an adapter, the JSON files by their names, in place of config.json and what belongs to it."""
+    """The JSON files of an adapter by their names, in place of config.json and what belongs to it."""
 
 
 def target_of(model: ModelConfig, source: Source | None, text: TextDirectory | None = None) -> Target:

@@ -80,7 +80,7 @@ class Part:
     ours: tuple[slice, ...]
     """The part of the slice of our array, dim by dim."""
     letters_shape: tuple[int, ...]
-    """That part with every letter as a dim of its own, in our order."""
+    """The same part with every letter as a dim of its own, in our order."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Layout:
         return parts
 
     def _range(self, token: str, letters: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """That of a dim of the file's tensor, from those of the letters."""
+        """The range of a dim of the file's tensor, from the ranges of its letters."""
         number, _, parts = token.partition("/")
         letter = _letter(token)
         if letter is None:

@@ -52,7 +52,7 @@ def text_config(config: Mapping[str, Any], where: str) -> tuple[str, dict[str, A
 
 
 def text_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Those of the text model, by the names that they have in a checkpoint of its own."""
+    """The tensors of the text model, by the names that they have in a checkpoint of its own."""
     return {
         _TEXT.sub("model.", name.replace("language_model.lm_head.", "lm_head.")): tensor
         for name, tensor in tensors.items()

@@ -34,11 +34,11 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_TENSORS = 100_000
-"""Of one file: a header of a million takes half a minute to check."""
+"""Tensors of one file: a header of a million takes half a minute to check."""
 
 SAMPLES, SAMPLE_BYTES = 256, 4096
 HASHED_BYTES = 2**24
-"""Of a tensor, how much is read at a time to hash it."""
+"""How many bytes of a tensor are read at a time to hash it."""
 
 Box = Sequence[tuple[int, int]]
 """The range [start, stop) of each dim of a tensor, in some view of it."""

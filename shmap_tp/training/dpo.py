@@ -92,7 +92,7 @@ class PreferenceObjective(Objective):
         return self._log_probabilities(h_BTD, projection, batch)
 
     def _log_probabilities(self, h_BTD: Array, projection: Any, batch: Batch) -> Float[Array, "B T"]:
-        """Of each target; 0 where it does not count.  No gradient is taken."""
+        """The log probability of each target; 0 where it does not count.  No gradient is taken."""
         return lax.stop_gradient(-self.loss.negative_log_likelihoods(h_BTD, projection, batch.targets))
 
     def counted(self, batch: Batch) -> Float[Array, ""]:

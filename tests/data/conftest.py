@@ -66,7 +66,7 @@ def bucket(monkeypatch) -> type[Bucket]:
 
 @pytest.fixture
 def config(tmp_path, bucket) -> Config:
-    """Of a run that reads its rows from a bucket, which has what is in tmp_path/data."""
+    """The configuration of a run that reads its rows from a bucket, which has what is in tmp_path/data."""
     found = tiny(tmp_path, f"data.dir=gs:/{tmp_path}/data", "data.cache=null")
     complete_meta(tmp_path / "data")
     return found
@@ -74,7 +74,7 @@ def config(tmp_path, bucket) -> Config:
 
 @pytest.fixture
 def local(tmp_path, config) -> Config:
-    """Of a run on the directory tmp_path/data."""
+    """The configuration of a run on the directory tmp_path/data."""
     return replace(config, data=replace(config.data, dir=f"{tmp_path}/data"))
 
 

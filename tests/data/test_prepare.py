@@ -123,7 +123,7 @@ def test_named_files_and_those_of_a_directory_with_its_endings_are_documents(tmp
 
 
 def assert_fraction(directory: Path, wanted: float) -> None:
-    """That the share of validation among the bytes is `wanted`, within 5% of it."""
+    """The share of validation among the bytes is `wanted`, within 5% of it."""
     train, validation = (len("".join(texts(directory, split)).encode()) for split in SPLITS)
     assert validation / (train + validation) == pytest.approx(wanted, rel=0.05)
 

@@ -131,9 +131,9 @@ def sublayer(x: ArrayTraffic, mesh: MeshConfig) -> list[Entry]:
 
 
 def key_value(model: ModelConfig, mesh: MeshConfig, count: int, dtype: DTypeLike = jnp.float32) -> list[Entry]:
-    """Of one projection, key or value: where mp > N its weight is replicated over mp, and its gradient, in the `dtype`
-    in which it is used, is summed over mp: here, or after the last microbatch where the residual stream is sharded over
-    time."""
+    """The entries of one projection, key or value: where mp > N its weight is replicated over mp, and its gradient, in
+    the `dtype` in which it is used, is summed over mp: here, or after the last microbatch where the residual stream is
+    sharded over time."""
     if mesh.mp <= model.kv_heads or mesh.tensor_parallel != TensorParallelMode.all_reduce:
         return []
     values = model.kv_heads * model.head_dim

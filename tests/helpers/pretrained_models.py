@@ -228,5 +228,5 @@ def model_error(model: shmap_tp.Model, case: str) -> float:
 
 
 def logit_error(directory: Path, case: str, **mesh: object) -> float:
-    """That of the model in `directory`."""
+    """The error of the logits of the model in `directory`."""
     return model_error(shmap_tp.from_pretrained(directory, **mesh), case)

@@ -10,7 +10,7 @@ import pytest
 
 
 def processor_seconds() -> float:
-    """Of this process and of those that it has started and that have ended."""
+    """Seconds of this process and of the ended processes that it had started."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

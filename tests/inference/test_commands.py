@@ -193,8 +193,8 @@ def test_a_file_of_prompts_that_cannot_be_used_is_named_and_stays(run, capsys, t
     ("documents", "mesh"), [("isolated", ["mesh.dp=2", "mesh.cp=2", "mesh.mp=2"]), ("joined", ["mesh.cp=8"])]
 )
 def test_evaluate_agrees_with_the_logits_on_every_mesh(run, capsys, documents, mesh):
-    """5 sequences, some at a time; isolated, as the run's, and joined.  Of the whole loss, the parts by position: a
-    token of isolated documents has before it those of its own."""
+    """5 sequences, some at a time; isolated, as the run's, and joined.  The parts by position add up to the whole
+    loss: a token of isolated documents has before it those of its own."""
     given = ["--checkpoint", str(run), "--sequences", "5", "--json"]
     given += ["--documents", documents] if documents == "joined" else []
     code, printed, _ = called(evaluate, capsys, *given, "--batch", "2")

@@ -25,7 +25,7 @@ from shmap_tp.training.model_functions import build_model_functions
 from tests.helpers.model_fixtures import MODEL, random_like
 
 PROMPTS = [[3], [7, 1, 40, 22, 9], [5, 5, 11], [48, 2], [1, 2, 3, 4, 5, 6, 7]]
-"""Of different lengths, and not a multiple of any dp."""
+"""Prompts of different lengths, whose number is not a multiple of any dp."""
 SAMPLED = {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 5, "max_new_tokens": 9}
 ROTARY = ("model.positions=rotary", "model.kv_heads=2")
 LLAMA = ("model.positions=rotary", "model.block=sequential", "model.norm=rmsnorm", "model.mlp=swiglu")
@@ -71,8 +71,7 @@ def greedy_by_full_forward(model: shmap_tp.Model) -> list[list[int]]:
 
 
 def test_greedy_tokens_on_a_mesh_are_those_of_the_full_forward_pass_on_one_device_to_the_end_of_the_context():
-    """Of prompts that do not divide over dp, with key/value heads that do not over mp.  An answer ends before its stop
-    token."""
+    """dp does not divide the prompts, nor mp the key/value heads.  An answer ends before its stop token."""
     expected, here = greedy_by_full_forward(model(1, 1, *ROTARY)), model(2, 4, *ROTARY)
     assert here.generate(PROMPTS, max_new_tokens=100) == expected
     stop = expected[1][6]

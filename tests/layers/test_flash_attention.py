@@ -99,8 +99,8 @@ def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypat
 
 
 def test_splash_attention_skips_the_blocks_outside_of_the_window():
-    """Of 8 x 8 blocks of 128: all up to the diagonal, or two in each row, and three where the window begins within
-    another block."""
+    """8 x 8 blocks of 128: all up to the diagonal are computed, or two in each row, and three where the window begins
+    within another block."""
 
     def blocks(window: int | None) -> list[int]:
         kernel = flash_attention.make_splash((1, 1024, 1024), Pattern(window=window), None, interpret=True)
@@ -282,8 +282,8 @@ def without_cudnn(monkeypatch):
     ],
 )  # fmt: skip
 def test_inputs_and_output_of_the_kernel_are_saved_once(monkeypatch, without_cudnn, kernel, dtype, remat, defer):
-    """Of the arrays that the forward scan stacks, exactly four are as large as q: q, k, v and the output.  The output
-    is saved as bits, and so not rounded to its own precision, which would be a copy."""
+    """Exactly four arrays that the forward scan stacks are as large as q: q, k, v and the output.  The output is saved
+    as bits, and so not rounded to its own precision, which would be a copy."""
     # `remat=none` has a policy only with FSDP
     monkeypatch.setattr("shmap_tp.model.transformer.has_gathered", lambda placements: True)
     model = config("model.context=128", "model.head_dim=64", "model.positions=rotary", f"model.remat={remat}").model

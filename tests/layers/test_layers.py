@@ -61,7 +61,8 @@ def test_layer_equals_its_dense_reference(layer, shape, precision):
 
 
 def own_communication(case: Case) -> Counter[Any]:
-    """Of a block on (2, 4), forward and backward; without the reductions of parameters' gradients after it."""
+    """The communication of a block on (2, 4), forward and backward, without the reductions of parameters' gradients
+    after it."""
     _, both, gradient_reductions = traced_communication(case, (2, 4))
     return tally(both) - tally(gradient_reductions)
 
@@ -137,7 +138,7 @@ def test_epsilon_of_a_norm_is_the_usual_one_unless_it_is_given():
 
 
 def test_scaled_rates_of_llama_3_1_follow_their_wavelengths():
-    """Of 64 pairs 29 have wavelengths below 8192 / 4 positions, and 29 above 8192."""
+    """29 of 64 pairs have wavelengths below 8192 / 4 positions, and 29 above 8192."""
     model = load(
         str(CONF / "config.yaml"),
         ["model=llama3_8b", "model.rotary_base=5e5", "model.rotary_scaling=llama3", "mesh.mp=1", "mesh.dp=1"],

@@ -29,7 +29,7 @@ def result_shapes(primitive: str, jaxpr: Any) -> list[tuple[int, ...]]:
     ],
 )
 def test_a_short_sum_is_computed_by_additions(shape, axis, dtype):
-    """Of numbers whose sum is exact in any order.  Each slice is converted to float32 as it is added."""
+    """The sum of the numbers is exact in any order.  Each slice is converted to float32 as it is added."""
     x = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     function = sum_by_additions(jax.jit(lambda x: 2 * x.sum(axis)))
     found = jax.jit(function)(x)

@@ -184,7 +184,7 @@ def test_flops_of_a_gpt_with_full_remat_equal_the_formula_of_narayanan():
 
 @pytest.mark.parametrize(("name", "billions"), [("mixtral_8x7b", 12.9), ("olmoe_1b_7b", 1.3), ("qwen3_30b_a3b", 3.3)])
 def test_models_with_experts_need_the_flops_of_their_active_parameters(name, billions):
-    """Published: 13B of Mixtral, 1.3B of OLMoE, 3.3B of Qwen3-30B-A3B.  Of the embedding there are no FLOPs."""
+    """Published: 13B of Mixtral, 1.3B of OLMoE, 3.3B of Qwen3-30B-A3B.  The embedding has no FLOPs."""
     model = load(name)
     experts = 3 * model.width * model.ffn * (model.experts - model.experts_per_token)
     active = parameters(model) - model.layers * experts

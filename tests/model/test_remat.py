@@ -58,7 +58,7 @@ def test_exactly_the_offloaded_activations_are_written_to_the_host(remat, offloa
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_softmax_denominators_of_a_kernel_stay_on_the_device(defer):
-    """Of splash attention q, k, v and the output are written, each once; the values per query are not."""
+    """q, k, v and the output of splash attention are written, each once; the values per query are not."""
     offload = "model.offload=[query_key_value,attention_output]"
     model = config("model.context=128", "model.positions=rotary", "model.remat=attention", offload).model
     expected = {(B * H, 128, K) if defer else (B, H, 128, K): 3, (B * H, 1, 128, K): 1}

@@ -19,7 +19,7 @@ from shmap_tp.parallel.tensor_parallel import CollectiveMatmul
 from tests.helpers.model_fixtures import mesh
 
 Dependencies = tuple[int, int]
-"""Of a matmul: how many (other matmuls, ppermutes) must finish before it can start."""
+"""How many (other matmuls, ppermutes) must finish before a matmul can start."""
 
 
 def on_mp(function: Callable) -> Callable:
@@ -27,7 +27,7 @@ def on_mp(function: Callable) -> Callable:
 
 
 def matmul_dependencies(function: Callable, *arguments: jax.Array) -> list[Dependencies]:
-    """Of every matmul of `function` on one of 8 devices of mp, in the order of the trace."""
+    """The dependencies of every matmul of `function` on one of 8 devices of mp, in the order of the trace."""
     found: list[Dependencies] = []
     closed = jax.make_jaxpr(on_mp(function))(*arguments)
     _follow(closed.jaxpr, [frozenset()] * len(arguments), found)

@@ -28,8 +28,8 @@ from tests.helpers.step_fixtures import STEPS, largest_difference, learnable_bat
 
 @cache
 def step_functions(mode: str) -> StepFunctions:
-    """Of a model in which every kind of parameter that is replicated over mp has a gradient to reduce; one sequence per
-    device."""
+    """The step of a model in which every kind of parameter that is replicated over mp has a gradient to reduce; one
+    sequence per device."""
     overrides = "train.batch=4 model.context=8 model.positions=learned model.kv_heads=2 model.remat=all_matmuls"
     conf = step_config((2, 4), f"mesh.tensor_parallel={mode}", *overrides.split())
     return build_step_functions(conf, mesh_of(conf), jnp.dtype("float32"))

@@ -136,7 +136,7 @@ def test_traced_step_communicates_what_is_written_down_by_hand(step):
 
 
 def test_muon_exchanges_each_momentum_once_over_each_axis_and_back_with_zeros_up_to_a_matrix_a_device():
-    """Of two layers: 4 matrices [32 24] (query, output), 4 [24 8 4] (key, value) and 4 [40 24] (up, down)."""
+    """Two layers have 4 matrices [32 24] (query, output), 4 [24 8 4] (key, value) and 4 [40 24] (up, down)."""
     conf = config("mesh.dp=2", "mesh.mp=4", "mesh.zero=fsdp", "optimizer.name=muon")
     expected = {
         (Operation.all_to_all, axis, "bfloat16", 2 * 8 * size // 8): 2 * stacks

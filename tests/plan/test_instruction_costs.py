@@ -100,7 +100,7 @@ def test_splash_attention_in_a_window_computes_the_blocks_that_it_reaches():
 
 
 def test_splash_attention_of_chunks_behind_as_many_keys_computes_the_blocks_that_the_window_reaches():
-    """Of 1024 queries behind 1024 keys each of the 2 blocks sees its own block of keys and the one before."""
+    """Each of the 2 blocks of 1024 queries behind 1024 keys sees its own block of keys and the one before."""
     kernel = splash("dkv", (512, 512), "bf16[8,1,1024,256]", SPLASH["backward"][2])
     found = run(kernel.replace("/attend/", "/attend_window_512_of_chunks/"))
     flops = 8 * 2 * 256 * 4 * 512 * 512 * 4

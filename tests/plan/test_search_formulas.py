@@ -137,7 +137,7 @@ def test_experts_take_longer_the_fewer_rows_each_has():
 
 
 def test_the_scores_of_a_window_need_as_much_memory_as_the_widest_layer():
-    """Of a window of 16 the keys of two blocks, and of all 128 where any layer is global."""
+    """A window of 16 has the scores of two blocks of keys; where any layer is global, all 128 keys have them."""
     target = find_target("v3", 8, None, 1)
 
     def scores(*settings: str) -> float:

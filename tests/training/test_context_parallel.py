@@ -113,7 +113,7 @@ def test_fifty_steps_have_the_losses_of_one_device(shape, mode, zero, model):
 
 
 def test_a_window_moves_the_chunk_before_in_place_of_whole_rows():
-    """Of each of k and v two ppermutes of B T/2cp N K, in place of an all-gather of B T/cp N K, which reaches a device
+    """Each of k and v has two ppermutes of B T/2cp N K, in place of an all-gather of B T/cp N K, which reaches a device
     cp - 1 times."""
     moved, passes = {}, (Direction.forward, Direction.recompute, Direction.backward)
     for window in (5, 6):

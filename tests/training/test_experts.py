@@ -142,7 +142,7 @@ def rows_of(documents: list[list[np.ndarray]], length: int) -> tuple[np.ndarray,
 
 
 def first_step(shape: tuple[int, int], settings: str, context: int, documents: list[list[np.ndarray]]) -> Curve:
-    """Of rows of `context` tokens, each with these documents; the state has the gradients as momenta."""
+    """The first step on rows of `context` tokens, each with these documents; the state has the gradients as momenta."""
     given = f"{settings} train.microbatches=1 train.batch={len(documents)} model.context={context}"
     one = program(shape, f"{given} model.attention_chunk={context} data.documents=isolated", LOSSES)
     batch = jax.device_put(rows_of(documents, context + 1), one.made.tokens.sharding)

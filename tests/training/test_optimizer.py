@@ -62,14 +62,14 @@ def test_every_schedule_says_where_it_and_the_run_end_apart():
 
 @pytest.mark.parametrize(("warmup", "decay"), [(4, 10), (1, 3), (0, 3), (0, 1)], ids=str)
 def test_the_warm_up_begins_at_its_first_fraction_and_ends_at_the_peak(warmup, decay):
-    """Of step n, counted from 1: a first step of rate 0 would train nothing."""
+    """Steps are counted from 1: a first step of rate 0 would train nothing."""
     found, first = rates(range(1, 101), f"warmup_steps={warmup}", f"decay_steps={decay}"), max(warmup, 1)
     np.testing.assert_allclose(found[:first], np.arange(1, first + 1) / first, rtol=1e-6)
     assert found[first] < 1 and [found[max(decay - 1, first)], found[99]] == [0.5, 0.5]
 
 
 def rates(steps: range, *settings: str) -> list[float]:
-    """Of `steps`, counted from 1, with a warm-up of 4, a peak of 1 and a final rate of 1/2."""
+    """The rates of `steps`, counted from 1, with a warm-up of 4, a peak of 1 and a final rate of 1/2."""
     fixed = ["warmup_steps=4", "learning_rate=1", "final_learning_rate=0.5"]
     schedule = learning_rate_schedule(config(*(f"optimizer.{one}" for one in (*fixed, *settings))).optimizer)
     return np.asarray(jax.vmap(schedule)(np.array(steps) - 1)).tolist()

@@ -50,7 +50,7 @@ class Candidate:
     offload: tuple[SavedActivation, ...] = ()
 
     def values(self) -> dict[str, str]:
-        """Of every key of KEYS, as an override of a configuration has it."""
+        """The value of every key of KEYS, as an override of a configuration has it."""
         *values, _, _ = vars(self).values()
         of_model = _written(self.row_major), f"[{','.join(self.offload)}]"
         return dict(zip(KEYS, [*map(str, values), *of_model], strict=True))
@@ -87,8 +87,8 @@ def _written(value: bool) -> str:
 
 
 def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Candidate]:
-    """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given.  Of
-    model.row_major they have that value, or that of `config`: the formulas know of no difference (see `sibling`).
+    """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given.
+    model.row_major has that value, or that of `config`: the formulas know of no difference (see `sibling`).
 
     Raises UserError for a value that is no choice of its key.
     """
@@ -196,7 +196,7 @@ class Result:
     candidate: Candidate
     estimate: Estimate
     row: Row | None = None
-    """Of the compiled step; None until it is compiled."""
+    """The row of the compiled step; None until it is compiled."""
     error: str | None = None
     """Why there is no row although the compilation has ended."""
     compile_seconds: float | None = None
@@ -206,14 +206,14 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Of a step: infinite where the compiled step does not fit; by the formulas as long as nothing is compiled."""
+        """Seconds of a step: infinite where the compiled step does not fit; by the formulas until it is compiled."""
         if self.compile_seconds is None:
             return self.estimate.seconds
         return self.row.step_seconds if self.row is not None and self.row.fits else math.inf
 
     @property
     def peak_bytes(self) -> float:
-        """Of the compiled step; by the formulas as long as nothing is compiled."""
+        """Peak memory of the compiled step; by the formulas as long as nothing is compiled."""
         return self.estimate.peak_bytes if self.row is None else float(self.row.peak_bytes_per_device)
 
     def fits_in(self, limit_bytes: float) -> bool:
@@ -269,7 +269,7 @@ def _without_dominated_offloads(every: list[Result]) -> list[Result]:
 
 
 def pareto_front(every: Iterable[Result]) -> list[Result]:
-    """Those that no other equals or beats in both memory and time, fastest first."""
+    """The results that no other equals or beats in both memory and time, fastest first."""
     front: list[Result] = []
     for one in sorted(every, key=lambda one: (one.seconds, one.peak_bytes)):
         if not front or one.peak_bytes < front[-1].peak_bytes:

@@ -59,11 +59,11 @@ class Space:
     task: Task
     kept: list[Result]
     smallest: Result
-    """Of all candidates."""
+    """The result that needs least memory, of all candidates."""
 
     @property
     def sort_key(self) -> float:
-        """Of targets: `Task.sort_key` of the fastest that fits by formulas."""
+        """What targets are compared by: `Task.sort_key` of the fastest that fits by formulas."""
         memory = machine_of(self.task.target).memory
         return self.task.sort_key(min(self.kept, key=lambda one: place(one, memory)))
 

@@ -147,13 +147,13 @@ class Search:
     """What is known so far.  `start` begins a compilation; `clock` and `sleep` are replaced in tests."""
 
     remaining: list[Result]
-    """Those that were not compiled."""
+    """The candidates that were not compiled."""
     limit_bytes: float
     start: Start
     tell: Tell
     jobs: int
     seconds: float
-    """Of the search, where a compiled candidate fits."""
+    """Seconds of the search, where a compiled candidate fits."""
     longest: float = 0.0
     """Seconds of the search as long as none does, if that is more."""
     save: Save = lambda one: None
@@ -165,7 +165,7 @@ class Search:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     found: list[Result] = field(default_factory=list)
-    """Those whose compilation has ended."""
+    """The candidates whose compilation has ended."""
     running: dict[Candidate, tuple[Result, Job]] = field(default_factory=dict)
     stopped: str = ""
     """Why the search ended."""
@@ -221,7 +221,7 @@ class Search:
         return one.seconds * self._time_ratio()
 
     def _within(self, part: float) -> list[Result]:
-        """Those not compiled yet that are expected to need at most this part of the memory."""
+        """The candidates that are not compiled yet and should need at most this part of the memory."""
         ratio = self._memory_ratio()
         return [one for one in self.remaining if one.peak_bytes * ratio <= part * self.limit_bytes]
 

@@ -175,7 +175,8 @@ def activation_values(config: Config) -> dict[SavedActivation, float]:
 
 
 def _hidden_values(model: ModelConfig, mesh: MeshConfig) -> float:
-    """Of the MLP, or of the rows that a device has room for: those of its experts, chosen as often as possible."""
+    """Hidden values of the MLP, or of the rows that a device has room for: those of experts that are chosen as often as
+    possible."""
     if not model.experts:
         return model.ffn / mesh.mp
     return rows_of_a_token(model, mesh) * model.ffn + model.shared_expert_ffn / mesh.mp

@@ -37,11 +37,11 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.config.train.batch * self.config.model.context
 
     def mfu(self, seconds: float) -> float:
-        """Of a step that takes so long."""
+        """Model FLOP/s utilisation of a step that takes so long."""
         machine = machine_of(self.target)
         return self.tokens * flops_per_token(self.config.model) / machine.devices / seconds / machine.flops
 

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from shmap_tp.data import tokenizer as tokenizer_module
+from shmap_tp.data import subwords as subwords_module
 from shmap_tp.data.metadata import Meta
 from shmap_tp.data.subwords import has_tokenized, read_subwords
 from shmap_tp.data.tokenizer import Bytes, TextBytes
@@ -102,8 +102,8 @@ def test_a_long_text_has_the_ids_of_the_whole_in_memory_for_a_part(pre_tokenizer
     (whole,) = found.encode_documents([text])
     sizes = []
     piece = type(found._tokenizer).encode
-    monkeypatch.setattr(tokenizer_module, "LONG", 256)
-    monkeypatch.setattr(tokenizer_module, "OVERLAP", 64)
+    monkeypatch.setattr(subwords_module, "LONG", 256)
+    monkeypatch.setattr(subwords_module, "OVERLAP", 64)
 
     class Counting:
         def __getattr__(self, name):

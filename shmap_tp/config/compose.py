@@ -48,7 +48,7 @@ def load(file: str | PathLike, overrides: list[str], derive_model: DeriveModel |
     """Load the configuration in `file`, apply `overrides` and validate the result.
 
     `derive_model` (pretrained/configuration.py) is for commands that support model.from_pretrained.  The config.yaml of
-    a run that was moved or copied is that of its new place (`run_directory`).
+    a run that was moved or copied has its new place (`yaml_files.py`).
     Raises UserError: the file cannot be read, a key or option is unknown, a value has the wrong type or is missing, or
     a rule of `schema.py` or `validate.py` is broken.
     """

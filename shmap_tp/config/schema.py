@@ -198,7 +198,7 @@ class ModelConfig:
     rotary_amplitude: float | None = key(least=0)
     """For rotary_scaling=yarn: what the rotated elements of q and k are multiplied by; null: 0.1 log(factor) + 1."""
     window: int | None
-    """In local layers a token attends to the last `window` tokens, of which it is one; null: to all before it."""
+    """In local layers a token attends to the last `window` tokens, itself included; null: to all before it."""
     layer_pattern: list[LayerKind]
     """Which layers are local, which global, without the window, and which nope, global without the rotary encoding:
     repeated over the layers, the first layer has the first element.  [] makes all layers local."""

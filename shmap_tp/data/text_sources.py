@@ -187,7 +187,7 @@ def text_files(given: Sequence[str], field: str, validation: float, endings: Seq
 def dataset_directory(given: str, field: str, validation: float) -> TextSource:
     """The files of a Hugging Face data set: of the hub, or as `datasets` saves it.
 
-    Which split a file belongs to is said by its name, or else by that of a directory; those of the test split are left
+    The name of a file, or else of its directory, says which split it belongs to; files of the test split are left
     out.  Without a validation split the fraction `validation` of the others is for validation, by size.
     """
     root = given.rstrip("/") if "://" in given else os.path.abspath(given)

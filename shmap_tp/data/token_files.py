@@ -133,7 +133,7 @@ class TokenFile:
         self._bits = None if counted is None else self._open_bits(path.with_suffix(".counted"), counted)
 
     def _open_bits(self, path: Path, sha256: str) -> np.ndarray:
-        """The bits of what counts.  Raises UserError if they are not those of meta.json."""
+        """Whether each token counts, a bit each.  Raises UserError if meta.json has another hash."""
         size = _existing_size(path)
         with reading(path):
             found = scan_once(path, np.dtype(np.uint8)).sha256

@@ -37,7 +37,7 @@ QUERY_CHUNK = 256
 
 
 class EmptyCache(eqx.Module):
-    """A cache without tokens, which reads prompts: their attention is that of the model, with the padding before each
+    """A cache without tokens, which reads prompts: the model's attention computes them, with the padding before each
     as a document of its own."""
 
     start_B: Int[Array, " B"]
@@ -90,9 +90,9 @@ class KeyValueCache(NamedTuple):
         """(x after all `blocks`, the cache with the new tokens); each of the period's `layers(x, block, cache)` returns
         (x, cache).
 
-        With an array for each layer, the layers are unrolled, and `blocks` may be a tuple with those of each layer: a
-        scan would copy weights and cache of each layer out of stacked arrays, which on a TPU takes as long as the step
-        itself, but compiles faster (docs/performance-notes.md).
+        With an array for each layer, the layers are unrolled, and `blocks` may be a tuple with the block of each layer:
+        a scan would copy weights and cache of each layer out of stacked arrays, which on a TPU takes as long as the
+        step itself, but compiles faster (docs/performance-notes.md).
         """
         stacked = self.keys[0].ndim == 5
         x_BTD, keys, values = (self._scan if stacked else self._unrolled)(layers, x_BTD, blocks)

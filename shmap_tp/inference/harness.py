@@ -227,7 +227,7 @@ def evaluate_tasks(model: HarnessModel, names: Sequence[str], include: str | Non
 
 
 def _options(arguments: dict[str, Any]) -> tuple[Options, list[str]]:
-    """How to answer, and the stop texts, of what a task names.  Raises UserError for what is not supported."""
+    """(how to answer, the stop texts) from the arguments of a task.  Raises UserError for one that is not supported."""
     given = dict(arguments)
     until = given.pop("until", None) or []
     counts = [count for name in NAMES_OF_MAX_NEW_TOKENS if (count := given.pop(name, None)) is not None]

@@ -104,10 +104,10 @@ class Attention(eqx.Module):
     A parallel block shares one `column_parallel` and one `row_parallel` with the MLP, and so uses `inputs`, `mix` and
     `out` apart; a sequential block calls the attention.
 
-    Communication  what `tp` does for one column-parallel and one row-parallel product; that of k and v where mp > N,
-                   and of JointRMSNorm; of norms of each head, whose scale [K] is applied to the heads of every device,
-                   backward an all-reduce of its gradient over mp, unless the tensor-parallel mode marked it as varying
-                   before.
+    Communication  what `tp` does for one column-parallel and one row-parallel product, what k and v need where mp > N,
+                   and what JointRMSNorm does.  The scale [K] of a norm of each head is applied to the heads of every
+                   device: backward its gradient is all-reduced over mp, unless the tensor-parallel mode marked the
+                   scale as varying before.
     """
 
     query: Linear
@@ -185,11 +185,11 @@ class Attention(eqx.Module):
 def attend_rows(
     attend: AnyAttention, qkv: tuple[Array, Array, Array], pattern: Pattern
 ) -> tuple[Float[Array, "B T H K"], DeferredResiduals]:
-    """(attention of the positions of this device to those of their rows, deferred residuals); the segments are those of
-    whole rows.
+    """(attention of the positions of this device to all positions of their rows, deferred residuals); the segments are
+    the segments of whole rows.
 
-    Communication: of rows that are split along time that of `whole_rows` for k and v; where the window allows it that
-    of `with_chunks_before`, and each chunk of queries is then a row by itself.
+    Communication: where rows are split along time, `whole_rows` of k and v; where the window allows it,
+    `with_chunks_before`, and each chunk of queries is then a row by itself.
     """
     q_BTHK, *keys_and_values = qkv
     if not sees_one_chunk_back(pattern.window, q_BTHK.shape[1]):

@@ -26,9 +26,9 @@ class Pattern:
     slopes_H: Float[Array, " H"] | None = None
     """slope * (s - t) is added to the score of query t and key s (ALiBi)."""
     segments_BT: Int[Array, "B T"] | None = None
-    """A query attends to the keys of its own segment alone.  They are those of the keys, for all positions of a row."""
+    """A query attends to the keys of its own segment alone.  Segments are given for all positions of a row of keys."""
     window: int | None = None
-    """A query attends to the last `window` positions, of which its own is one: t - window < s <= t."""
+    """A query attends to the last `window` positions, its own included: t - window < s <= t."""
     softcap: float | None = None
     """Scores become softcap tanh(score / softcap), before anything is added or masked."""
     scale: float | None = None

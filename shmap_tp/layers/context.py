@@ -57,15 +57,15 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """The same for all blocks, but for the cache, of which each has its own, and what `model.layer_pattern` says."""
+    """The same for all blocks, except that each has its own cache, and what `model.layer_pattern` says."""
 
     tp: TensorParallel
     encoding: PositionEncoding
     positions: Int[Array, "B T"] | None = None
     """The position of each token in its sequence; None: 0 to T - 1 in every row."""
     segments: Int[Array, "B row"] | None = None
-    """The document of each token: a token attends to earlier ones of its own.  Segments are those of whole rows, in
-    order, also where the rest is split along time.  None: every row is one document."""
+    """The document of each token: a token attends to earlier tokens of its own document.  Segments cover whole rows,
+    in order, also where the rest is split along time.  None: every row is one document."""
     is_token: Bool[Array, "B T"] | None = None
     """Whether each slot has a token, or is free space of its row, which experts leave out.  None: every slot has."""
     cache: Cache | None = None
@@ -130,7 +130,7 @@ class Batch(NamedTuple):
     positions: Int[Array, "*A B T"] | None
     """None, where every device has whole rows: 0 to T - 1, or from the segments, where the encoding needs them."""
     segments: Int[Array, "*A B T"] | None = None
-    """Segments are those of whole rows, also where the rest is split along time.  None: each row is one document."""
+    """Segments cover whole rows, also where the rest is split along time.  None: each row is one document."""
     is_token: Bool[Array, "*A B T"] | None = None
     """Whether a slot has a token, or is free space of its row (`has_token`).  None: every slot has one."""
     sources: Int[Array, "*A B T"] | None = None
@@ -272,8 +272,8 @@ def checked_segments(segments: Segments, tokens: Int[np.ndarray, "B T"]) -> Int3
 def with_free_space(
     segments: Int32[np.ndarray, "B T"] | None, marked: Int32[np.ndarray, "B T"], model: ModelConfig
 ) -> Int32[np.ndarray, "B T"] | None:
-    """`segments`, or where there are none and experts are to leave out padding, of which a program without segments
-    knows nothing, those of rows that are one document each.  `marked` are tokens of `batch_tokens`."""
+    """`segments`.  Where there are none, a program does not know of padding, which experts are to leave out: then the
+    segments of rows that are one document each.  `marked` are tokens of `batch_tokens`."""
     is_padded = bool(model.experts) and bool((marked[:, -1] == IGNORE).any())
     return np.zeros_like(marked) if segments is None and is_padded else segments
 

@@ -100,9 +100,9 @@ class Router(eqx.Module):
 
     A softmax of the chosen logits alone, as Mixtral has it, is the same as `normalize` with a softmax of all.
 
-    With a choice bias those of score + choice bias are the largest; weights are scores without it.  It has no gradient,
-    and moves after each step by the load of all tokens of the step (`balanced`).  Wang et al. 2024,
-    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", https://arxiv.org/abs/2408.15664;
+    With a choice bias the experts with the largest score + choice bias are chosen; weights are scores without it.  The
+    bias has no gradient, and moves after each step by the load of all tokens of the step (`balanced`).  Wang et al.
+    2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", https://arxiv.org/abs/2408.15664;
     DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, https://arxiv.org/abs/2412.19437
 
     Communication  backward: one all-reduce of dw (D E values) and db over mp, unless the tensor-parallel mode marked
@@ -175,7 +175,7 @@ class ExpertMatrices(eqx.Module):
         return multiply(*_varying_alike(x_RD, self.weight.astype(x_RD.dtype), sizes_E))
 
     def add_bias(self, y_RF: Float[Array, "R F"], rows: "ExpertRows", weights_R1: Array | float = 1) -> Array:
-        """y + weight b of each row's expert; of what is no row, the gradient is not that of a bias."""
+        """y + weight b of each row's expert.  Places without a row add nothing to the gradient of a bias."""
         if self.bias is None:
             return y_RF
         bias_EF, expert_R = _varying_alike(self.bias.astype(y_RF.dtype), rows.expert_R)
@@ -190,7 +190,7 @@ class ExpertRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, sizes_E: Int[Array, " E"]) -> "ExpertRows":
-        """So many rows, of which each expert has `sizes_E`."""
+        """`rows` rows, sorted by expert; each expert has as many as `sizes_E` says."""
         ends_E, number_R = jnp.cumsum(sizes_E), jnp.arange(rows)
         expert_R = jnp.sum(number_R[:, None] >= ends_E[None], axis=1)
         return cls(number_R < ends_E[-1], jnp.minimum(expert_R, len(sizes_E) - 1))
@@ -350,7 +350,7 @@ def router_statistics(routing: Routing, dropped: Int[Array, ""]) -> RouterStatis
 def balanced_routers(params: Any, statistics: Any, tokens: int | Int[Array, ""], good: Bool[Array, ""]) -> Any:
     """`params` after a step: the biases of its routers are `Router.balanced`, everything else is as it was.
 
-    `statistics` are those of the blocks, summed over the step.  Raises UserError where they are of no router.
+    `statistics` are the statistics of the blocks, summed over the step.  Raises UserError if no router made them.
     """
 
     def balance(node: Any) -> Any:

@@ -271,7 +271,8 @@ class Alibi(PositionEncoding):
 
 
 def alibi_slopes(heads: int) -> Float[np.ndarray, " H"]:
-    """2^(-8 h / H) for h = 1 .. H; between powers of two, those of the lower, then every other of the higher."""
+    """2^(-8 h / H) for h = 1 .. H.  Where H is no power of two, the slopes of the power below it, then every other
+    slope of the power above it."""
 
     def geometric(n: int) -> list[float]:
         return [2.0 ** (-8 * h / n) for h in range(1, n + 1)]

@@ -53,7 +53,7 @@ def with_adapters(block: Any, config: AdapterConfig, *, key: PRNGKeyArray) -> An
     """`block`, with an adapter beside each matrix that the configuration names.
 
     The initial values of a factor depend on `key` and on the path of its matrix in the block alone.
-    Raises UserError if a name is that of no matrix, or the rank is above the sizes of one.
+    Raises UserError if no matrix has a name that is given, or the rank is above the sizes of one.
     """
 
     named, known = set(), set()

@@ -45,8 +45,8 @@ from shmap_tp.parallel.partitioning import leaves_by_path
 from shmap_tp.parallel.tensor_parallel import AllReduce
 
 Terms = dict[str, int]
-"""blocks: the matmuls of all blocks with weights, and others of a block's own.  scores, values: those of attention.
-head: the output projection."""
+"""blocks: the matmuls of all blocks with weights, and others of a block's own.  scores, values: the matmuls of
+attention.  head: the output projection."""
 
 
 def parameter_terms(
@@ -101,8 +101,8 @@ def forward_terms(model: ModelConfig, *, causal: bool = True, components: ModelC
 def recomputed_terms(
     model: ModelConfig, *, causal: bool = True, components: ModelComponents = CONFIGURED_MODEL
 ) -> Terms:
-    """FLOPs for one token of recomputation in the backward pass, by matmul: of what the policy does not save, that
-    which a gradient reads.
+    """FLOPs for one token of recomputation in the backward pass, by matmul: results that a gradient reads and the
+    policy does not save.
 
     `model.attention` must name a kernel: which one `auto` selects depends on the devices.  For the blocks of
     model/blocks.py:
@@ -197,7 +197,7 @@ def _recomputes_scores(model: ModelConfig) -> bool:
 
 
 def _visible(flops: int, visit: Visit, time: int, causal: bool) -> int:
-    """The FLOPs of the pairs of queries and keys that the mask leaves, given those of all; of other matmuls all."""
+    """FLOPs for the pairs of queries and keys that the mask leaves, of `flops` for all; other matmuls have all."""
     if _term(visit) == "blocks":
         return flops
     if window := int(re.search(rf"{WINDOW}(\d+)", visit.scope)[1]):

@@ -78,7 +78,7 @@ class LinearCrossEntropy:
         """This device's share of (the objective, the cross entropy); only the first is differentiated.
 
         h has entered (`TensorParallel.enter`); `counted` is the number of counted targets of the whole step.  With the
-        source of each position, the cross entropy is a vector whose sum is that of all: what each source adds to it.
+        source of each position, the cross entropy is a vector: what each source adds to it.
         With `weights`, the sum has these in place of 1 / counted.
         """
         h_BTD, projection = mark_varying((h_BTD, projection), (*token_axes(), MP))  # as their gradients vary
@@ -295,7 +295,7 @@ class Objective:
     ) -> tuple[Float[Array, ""], LossParts]:
         """This device's share of (the objective, its parts), for a microbatch[B T].  Only the first is differentiated.
 
-        `counted` is what `counted` says of the whole step, and `tokens` what `all_tokens` does.
+        `counted` and `tokens` are the results of `self.counted` and `all_tokens` for the whole step.
         """
         h_BTD, projection, extras = self.hidden(params, batch)
         objective, loss = self.loss(h_BTD, projection, batch.targets, counted, batch.sources)

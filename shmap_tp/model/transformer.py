@@ -57,7 +57,7 @@ class LayerOptions:
     pattern: Pattern
     """What its attention computes, without arrays."""
     encoding: Rotary | NoPositions | None = None
-    """None: that of the model."""
+    """None: the encoding of the model."""
 
     def within(self, context: Context) -> Context:
         """The context of this layer."""
@@ -140,13 +140,13 @@ class ModelCache(Protocol):
         x_BTD: Float[Array, "B T D"],
         blocks: Any,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """(x after all `blocks`, the cache with the new tokens); `layers` are those of a period, and each of them,
+        """(x after all `blocks`, the cache with the new tokens); `layers` are the layers of a period, and each of them,
         `layer(x, block, its cache)`, returns (x, cache)."""
         ...
 
 
 class Carried(eqx.Module):
-    """What the tokens carry beside their ids; the fields are those of `Context`, the cache that of all layers."""
+    """What the tokens carry beside their ids: fields of `Context`, with the cache of all layers."""
 
     positions: Int[Array, "B T"] | None = None
     """None: from the segments, where the encoding needs them."""

@@ -9,7 +9,7 @@ explicit.
     mark_varying            nothing                        reduced later, by `reduce_partial_gradients`
     all_reduce              all-reduce                     nothing
     all_gather              all-gather                     reduce-scatter of the gradient, in its dtype
-    reduce_partial_gradients  all-reduce of what is partial  not differentiated
+    reduce_partial_gradients  all-reduce of partial ones     not differentiated
     reduce_scatter          reduce-scatter                 not differentiated
     all_gather_invariant    all-gather                     not differentiated
     local_shard             nothing                        not differentiated

@@ -30,7 +30,7 @@ reduce-scatter and an all-gather transfer as many bytes as one all-reduce.  Byte
 gradient accumulation: 16, 8 + 8 / dp, 16 / dp; Fsdp also needs one layer's gathered weights, and over several slices
 8 slices / dp more for weights and gradients gathered within a slice.
 
-The sharded dim is derived: of a matrix the first dim whose local size dp divides, never the one that layers are stacked
+The sharded dim is derived: the first dim of a matrix whose local size dp divides, never the one that layers are stacked
 along.  Anything else is Replicated.
 """
 
@@ -92,7 +92,7 @@ class Replicated(Placement):
     """Every rank of dp stores and updates the whole parameter."""
 
     def reduce_gradient(self, dw: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The gradient {+dp} of what this device holds -> of what it updates, summed over dp."""
+        """The gradient {+dp} of all that this device holds -> the gradient of what it updates, summed over dp."""
         return all_reduce(dw, self.axes)
 
 
@@ -122,7 +122,7 @@ class Fsdp(Placement):
     dim: int
     """The sharded dim, counted from the last."""
     ring: WeightLayout | None
-    """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`Ring`), of a weight that lies so."""
+    """None: the gradient is reduced by one reduce-scatter.  Else in a ring (`Ring`), for a weight in this layout."""
     trained: bool = True
     """Whether there is a gradient."""
 

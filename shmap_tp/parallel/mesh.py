@@ -19,8 +19,8 @@ modes of tensor parallelism; dp, dp_ring and dp_slice where gradient rings and s
     mp        features, the devices that share a model
               experts
 
-`mesh.dp` in the configuration is the product of dp, dp_ring, ep and dp_slice.  A mesh has dp and mp, and of the other
-axes those with more than one rank.
+`mesh.dp` in the configuration is the product of dp, dp_ring, ep and dp_slice.  A mesh has dp and mp, and every other
+axis that has more than one rank.
 """
 
 import math

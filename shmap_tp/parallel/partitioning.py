@@ -81,8 +81,8 @@ class Declaration:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """The other dims of a matrix, of experts that of each: the features that it is multiplied with, counted from
-        the last."""
+        """The other dims of a matrix, or of the matrix of each expert: the features that it is multiplied with, counted
+        from the last."""
         first = (self.kind == ParameterKind.experts) - len(self.axes)
         return tuple(dim for dim in range(first, 0) if dim not in self.outputs)
 

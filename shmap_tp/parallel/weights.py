@@ -197,7 +197,7 @@ def quantized_shape(w: jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Int8:
 
 
 def quantized_specs(specs: Any, params: Any) -> Any:
-    """The PartitionSpecs of parameters, each of a whole weight, for `params`, of which some may be of int8."""
+    """The PartitionSpecs of parameters, each of a whole weight, for `params`, some of which may be of int8."""
 
     def spec_of(spec: P, w: Any) -> Any:
         if not is_int8(w):
@@ -209,7 +209,7 @@ def quantized_specs(specs: Any, params: Any) -> Any:
 
 
 def quantized_as(held: Any, parameters: Any) -> Any:
-    """`parameters`, with those in int8 that are so in `held`.  One array after the other is converted, and freed if the
+    """`parameters`, each in int8 if it is in int8 in `held`.  One array after the other is converted, and freed if the
     caller does not keep it.  Communication: as `quantize`."""
     leaves, structure = jax.tree.flatten(held, is_leaf=is_int8)
     arrays = jax.tree.leaves(parameters)

@@ -58,7 +58,7 @@ def on_whole_matrices(function: MatrixFunction) -> optax.GradientTransformationE
     """The updates of matrices (`is_matrix`) replaced by `function` of them; the others as they are.
 
     `function` gets some of the matrices as [N, rows, columns], in the dtype of the layout, and treats each by itself.
-    The rows of one may be its outputs, those of another its inputs, so `function` must commute with transposition.
+    The rows may be the outputs of one matrix and the inputs of another, so `function` must commute with transposition.
     Heads count as one dim together with their elements.  Matrices of zeros may be among them.
 
     Communication  an all-to-all over each axis that shards a matrix there and one back, an all-gather over each axis

@@ -344,7 +344,7 @@ class GroupedTiles(NamedTuple):
     """The tiles that a grouped matmul computes, relative to two others."""
 
     of_shapes: float
-    """To those of its shapes, whose FLOPs it declares."""
+    """FLOPs computed, relative to those of its shapes, which it declares."""
     of_visits: float
     """To the most that it could compute, whose bytes it declares."""
 

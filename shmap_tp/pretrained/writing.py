@@ -140,8 +140,8 @@ def export_checkpoint(
 
 
 def text_for_export(checkpoint: str | None, config: Config, given: Tokenizer | None = None) -> TextDirectory | None:
-    """The files of the `given` tokenizer of a model from nothing, or of that of its run; None, and of a run a line that
-    says so, if there is none."""
+    """The files of the `given` tokenizer of a model from nothing, or of its run's tokenizer.  Without one, None, and
+    for a run a line that says so."""
     if given is not None:
         return TextDirectory({}, "").for_export(given, config.model.context)
     if checkpoint is None:

@@ -157,7 +157,7 @@ def _process_names(numbers: list[int]) -> str:
 
 
 def _key(name: str) -> str:
-    """The key of this call, of which none has the same: a name may be used again."""
+    """The key of this call, which no other call has: a name may be used again."""
     _calls[global_state.process_id, name] += 1
     return f"{PREFIX}{name}/{_calls[global_state.process_id, name]}"
 

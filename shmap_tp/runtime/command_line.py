@@ -176,7 +176,7 @@ def _set_errors(stream: TextIO, errors: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what is written to `stream` go to the null device, and what it still has, too."""
+    """Send everything that `stream` still has, and everything that is written to it from now on, to the null device."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, stream.fileno())
     os.close(descriptor)

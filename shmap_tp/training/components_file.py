@@ -61,7 +61,7 @@ def recorded_parts(facts: Any) -> list[Any] | None:
 
 
 def require_components(facts: Any, given: Components, checkpoint: str, parts: Sequence[str] = PARTS) -> None:
-    """Raise UserError unless `given` replace the same of these `parts` as those of the run that saved the facts."""
+    """Raise UserError unless `given` replace the same of these `parts` as the run that saved the facts."""
     recorded = recorded_parts(facts)
     if recorded is None:
         return

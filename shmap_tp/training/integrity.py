@@ -73,8 +73,8 @@ def _manifest(directory: epath.Path) -> dict[str, str] | str:
 
 
 def hashes(directory: epath.Path) -> dict[str, str | None]:
-    """sha256 of every file under `directory` except the manifest, by path relative to `directory`; None of what is no
-    file, such as a FIFO, which is not read.
+    """sha256 of every file under `directory` except the manifest, by path relative to `directory`; None for
+    something that is no file, such as a FIFO, which is not read.
 
     Must be called by all processes: process 0 lists the files, each process hashes those of its `shares`, and all get
     the hashes of all.  Communication: names and hashes, by the key-value store of the processes.
@@ -116,7 +116,7 @@ def shares(sizes: dict[str, int | None], processes: int) -> list[list[str]]:
 
 
 def _files(at: epath.Path, prefix: str) -> Iterator[tuple[str, int | None]]:
-    """(path, size) of everything below a directory but the manifest; the size is None of what is no file."""
+    """(path, size) of everything below a directory but the manifest; the size is None for anything but a file."""
     for child in sorted(at.iterdir()):
         name, status = prefix + child.name, None
         with suppress(FileNotFoundError):  # a link to nothing, or deleted meanwhile

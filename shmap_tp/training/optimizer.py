@@ -48,7 +48,7 @@ class Optimizer:
         return self.transformation.init(params)
 
     def state_specs(self, params: Any, updated: Any) -> Any:
-        """PartitionSpecs of the state, from those of what each device updates of the parameters (arrays or shapes)."""
+        """PartitionSpecs of the state; `updated` are those of the part of `params` that each device updates."""
         return optimizer_specs(self.transformation, params, updated)
 
     def update(
@@ -116,8 +116,8 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
 
     Muon is for matrices W[R C] of gradient G: each of q, k, v, the output projection, gate, up, down and router by
     itself, of every expert and every factor of an adapter; the heads of q, k or v are one matrix.  Embedding, head,
-    learned positions, scales and biases have AdamW, with the same learning rate: 0.2 sqrt(max(R, C)) gives the updates
-    of Muon the root mean square that those of AdamW usually have (Liu et al. 2025, section 2.2; Jordan et al. 2024 have
+    learned positions, scales and biases have AdamW, with the same learning rate: 0.2 sqrt(max(R, C)) gives updates of
+    Muon the root mean square that updates of AdamW usually have (Liu et al. 2025, section 2.2; Jordan et al. 2024 have
     sqrt(max(1, outputs / inputs)), and a rate of its own).  M is sharded as ZeRO and FSDP shard the moments of AdamW.
 
     M and the first moment of Adam are held in `momentum_dtype`: each update is computed from the float32 sum of the old
@@ -175,8 +175,8 @@ def orthogonalized(x_RC: Float[Array, "R C"], steps: int) -> Float[Array, "R C"]
 
         x = x / |x|, |.| the Frobenius norm;  then `steps` times  x = a x + (b x x' + c (x x')^2) x
 
-    a, b, c are those of Jordan et al. 2024: after 5 steps singular values are about 0.7 to 1.2.  x x' is that of the
-    shorter dim, m of m and n: 4 m^2 n + 2 m^3 FLOPs a step.
+    a, b and c are from Jordan et al. 2024: after 5 steps singular values are about 0.7 to 1.2.  x x' sums over the
+    longer dim, n of m and n: 4 m^2 n + 2 m^3 FLOPs a step.
     """
     with jax.named_scope("newton_schulz"):
         norm = jnp.sqrt(jnp.sum(jnp.square(x_RC.astype(jnp.float32))))

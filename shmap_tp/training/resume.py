@@ -154,8 +154,7 @@ def _restore(
 def require_same_base(
     found: dict[str, str], recorded: dict[str, str], checkpoint: str, given_by: str = f"{FROM}=..."
 ) -> None:
-    """Raise `UserError` unless the weights `found` are those that an adapter was trained beside; `given_by` is what
-    names them."""
+    """Raise `UserError` unless the adapter was trained beside the weights `found`; `given_by` is what names them."""
     if found["sha256"] != recorded["sha256"]:
         raise UserError(
             f"{checkpoint} has an adapter of other weights than those of {found['path']} (sha256 "

@@ -95,14 +95,15 @@ def loss_and_gradients(
     *,
     tokens: int | Int[Array, ""] | None = None,
 ) -> tuple[LossParts, Transformer]:
-    """(the parts of the objective, gradients) of the whole step, in the parameters' dtype; of each parameter the
-    gradient of what this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which `params`
-    lacks; `tokens` is what `all_tokens` says, None where it was not asked.
+    """(the parts of the objective, gradients) of the whole step, in the parameters' dtype; a gradient has the part of
+    its parameter that this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which
+    `params` lacks; `tokens` is the result of `all_tokens`, None where it was not called.
 
-    Communication  over mp that of the model and the loss, per microbatch, and where the residual stream is sharded over
-                   time one all-reduce of the gradients of replicated parameters, once.  Over the token axes once: an
-                   all-reduce of every gradient, or with ZeRO-1 a reduce-scatter.  With FSDP, per microbatch, an
-                   all-gather and a reduce-scatter for each use of a weight, within a slice, and once between slices.
+    Communication  over mp what the model and the loss communicate, per microbatch, and where the residual stream is
+                   sharded over time one all-reduce of the gradients of replicated parameters, once.  Over the token
+                   axes once: an all-reduce of every gradient, or with ZeRO-1 a reduce-scatter.  With FSDP, per
+                   microbatch, an all-gather and a reduce-scatter for each use of a weight, within a slice, and once
+                   between slices.
     """
     tp, placements = objective.execution.tp, objective.execution.placements
     everything = params if frozen is None else eqx.combine(params, frozen)
@@ -258,7 +259,7 @@ def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[
 def _make_step(
     config: Config, objective: Objective, optimizer: Optimizer, model: ShardedModel, layout: UpdateSharding
 ) -> Callable[..., Any]:
-    """The step of one device; `layout` is that of what each device updates."""
+    """The step of one device; `layout` says which part of each parameter it updates."""
     placements, _ = model.split(model.placed.placements)
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:

@@ -1,5 +1,8 @@
 """The tables agree with the published figures and with each other, and compiler options are combined correctly."""
 
+import importlib.util
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +16,7 @@ from shmap_tp.hardware.xla_options import (
     compile_with,
     compiler_options,
 )
+from tests.helpers.fresh_process import python
 from tests.helpers.model_fixtures import config
 
 # version: (bfloat16 TFLOP/s per chip, JAX devices per chip, GB/s of a link in one direction, dims of the torus)
@@ -137,3 +141,13 @@ def test_an_option_that_xla_rejects_is_named(message):
     with pytest.raises(UserError, match=f"^run.compiler_options, or .*xla_options.py: {message}"):
         compile_with(lowered, REJECTED[message])
     assert compile_with(lowered, {"xla_cpu_enable_fast_math": "True"})(jnp.ones(3))[0] == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
+@pytest.mark.skipif(os.environ.get("TPU_SKIP_MDS_QUERY") != "1", reason="this machine has a TPU")
+def test_libtpu_prints_nothing_on_a_machine_without_a_tpu():
+    script = "import shmap_tp.parallel.mesh, jax\nprint(jax.devices()[0].platform)"
+    unset = dict.fromkeys(("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"))
+    environment = {"JAX_PLATFORMS": "", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # also where another process has loaded it
+    done = python(f"import os\n[os.environ.pop(name, None) for name in {[*unset]}]\n{script}", **environment)
+    assert done.stdout.strip() in ("cpu", "gpu") and done.stderr == ""

@@ -243,7 +243,7 @@ def prune(config: Config, target: Target, choices: list[Candidate]) -> tuple[lis
 
 
 def pruned(every: list[Result], limit: float, host_limit: float) -> tuple[list[Result], Counter[str], list[Result]]:
-    """Drop what does not fit, what another offload improves in both memory and time, and what is too slow.
+    """Drop candidates that do not fit, that another offload improves in both memory and time, or that are too slow.
 
     Returns what is left, fastest first; how many were dropped for which reason; and the Pareto front of memory and
     speed without what is too large, whose last member needs the least memory of all.

@@ -142,8 +142,8 @@ def placement_communication(
 
 
 def planned_state_bytes(every: list[LocalParameter], momentum: int) -> float:
-    """Parameters, and of those that are trained moments and gradients, of one device; `momentum`: bytes of a value of
-    the first moment."""
+    """Bytes of one device for parameters, and for the moments and gradients of trained ones; `momentum`: bytes of a
+    value of the first moment."""
     total = 0.0
     for weight in every:
         size, wide = weight.values * weight.layers, jnp.dtype("float32").itemsize

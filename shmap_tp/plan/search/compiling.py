@@ -226,13 +226,13 @@ class Search:
         return [one for one in self.remaining if one.peak_bytes * ratio <= part * self.limit_bytes]
 
     def answer(self) -> Result | None:
-        """The fastest compiled one that fits; without one, the fastest by formulas of those that surely fit."""
+        """The fastest compiled candidate that fits; without one, the fastest by formulas that surely fits."""
         surely = [one for one in self._within(SURE) if one.fits_in(self.limit_bytes)]
         return self.best() or min(surely, key=_order, default=None)
 
     def next(self) -> Result | None:
-        """The fastest by formulas of those that may fit, if it is worth trying; while nothing that was compiled fits,
-        of those that surely fit, or else the smallest."""
+        """The fastest candidate by formulas that may fit, if it is worth trying.  While no compiled candidate fits, the
+        fastest that surely fits, or else the smallest."""
         best = self.best()
         if best is None:
             smallest = min(self._within(FITS), key=lambda one: one.peak_bytes, default=None)
@@ -283,7 +283,7 @@ class Search:
 
 
 def _order(one: Result) -> tuple[float, float]:
-    """Fastest by formulas first, of equally fast ones the smallest."""
+    """Fastest by formulas first; among equally fast ones, the smallest first."""
     return one.seconds, one.peak_bytes
 
 

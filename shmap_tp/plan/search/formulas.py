@@ -230,8 +230,8 @@ def time_terms(config: Config, model: ModelConfig, every: list[LocalParameter], 
 
 
 def _score_keys(model: ModelConfig) -> list[int]:
-    """The keys with which chunked attention computes the scores of a query, of each layer: of local ones the blocks of
-    `causal_attention`."""
+    """The keys with which chunked attention computes the scores of a query, for each layer: a local layer has the
+    blocks of `causal_attention`."""
     period = layer_options(model)
     keys = (2 * (period[layer % len(period)].pattern.window or model.context) for layer in range(model.layers))
     return [min(of_layer, model.context) for of_layer in keys]

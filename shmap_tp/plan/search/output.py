@@ -93,7 +93,7 @@ def largest_term(estimate: Estimate) -> str:
 
 
 def place(one: Result, memory: float) -> tuple[bool, float, float]:
-    """What candidates are sorted by: those that fit come first, fastest first, of equally fast ones the smaller."""
+    """What candidates are sorted by: whether they fit, then how fast they are, then how small."""
     return not one.fits_in(memory), one.seconds, one.peak_bytes
 
 

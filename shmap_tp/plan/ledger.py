@@ -61,22 +61,6 @@ class Entry:
         return self.bytes * self.count
 
 
-Key = tuple[Operation, str, str, int]
-"""(operation, axis, dtype, bytes): entries with the same key are interchangeable."""
-
-
-def key(entry: Entry) -> Key:
-    return entry.operation, entry.axis, entry.dtype, entry.bytes
-
-
-def tally(entries: Iterable[Entry]) -> Counter[Key]:
-    """How often each (operation, axis, dtype, bytes) runs per step."""
-    total = Counter()
-    for entry in entries:
-        total[key(entry)] += entry.count
-    return +total
-
-
 def axis_size(axes: str, sizes: dict[str, int]) -> int:
     """Devices in a group over `axes` (as in `Entry.axis`), on a mesh with these axis sizes."""
     return math.prod(sizes[axis] for axis in axes.split())

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from shmap_tp.config.schema import Config, ModelConfig, TensorParallelMode
 from shmap_tp.parallel.mesh import DP, MP, axis_sizes
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.plan.ledger import Direction, Entry, communication_in_jaxpr, tally, without_trivial_axes
+from shmap_tp.plan.ledger import Direction, Entry, communication_in_jaxpr, without_trivial_axes
 from shmap_tp.training.step import CONFIGURED, Components, build_step_functions
 from tests.helpers import communication_rules
 from tests.helpers.communication_rules import (
@@ -26,6 +26,7 @@ from tests.helpers.communication_rules import (
     key_value,
     reducing,
     sublayer,
+    tally,
 )
 from tests.helpers.layer_cases import LAYERS, RESIDUAL_STREAM
 from tests.helpers.model_fixtures import config, mesh, mesh_config, mesh_of, shapes_of

@@ -6,7 +6,8 @@ x[B T D] is the residual stream with all of its positions, N the number of key/v
 """
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -20,6 +21,14 @@ from shmap_tp.plan.search.collective_seconds import local_parameters, placement_
 from shmap_tp.training.step import CONFIGURED, Components
 
 FORWARD, RECOMPUTE, BACKWARD = Direction.forward, Direction.recompute, Direction.backward
+
+
+def tally(entries: Iterable[Entry]) -> Counter[tuple[Operation, str, str, int]]:
+    """How often each (operation, axis, dtype, bytes) runs per step."""
+    total = Counter()
+    for entry in entries:
+        total[entry.operation, entry.axis, entry.dtype, entry.bytes] += entry.count
+    return +total
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import numpy as np
 
 from shmap_tp.config.schema import Config
 from shmap_tp.parallel.mesh import axis_sizes, make_mesh
-from shmap_tp.plan.ledger import Entry, communication_in_jaxpr, tally
+from shmap_tp.plan.ledger import Entry, communication_in_jaxpr
 from shmap_tp.training.step import CONFIGURED, Components, State, build_step_functions
 from tests.helpers import communication_rules
 from tests.helpers.assertions import assert_replicas_agree, by_path
+from tests.helpers.communication_rules import tally
 from tests.helpers.model_fixtures import config
 
 STEPS = 50

@@ -19,12 +19,12 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.fsdp import Fsdp, Replicated, place_parameters
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import decayed, leaves_by_path
-from shmap_tp.plan.ledger import Direction, Operation, tally
+from shmap_tp.plan.ledger import Direction, Operation
 from tests.helpers import layer_cases as cases
 from tests.helpers import reference
 from tests.helpers.assertions import by_path
 from tests.helpers.communication_checks import traced_communication
-from tests.helpers.communication_rules import ArrayTraffic
+from tests.helpers.communication_rules import ArrayTraffic, tally
 from tests.helpers.layer_cases import MODES, D, K
 from tests.helpers.model_cases import parameter_shapes
 from tests.helpers.model_fixtures import config

@@ -28,7 +28,6 @@ from shmap_tp.plan.ledger import (
     communication_in_jaxpr,
     comparison,
     table,
-    tally,
 )
 from shmap_tp.plan.predict import predict, step_communication, step_dtype
 from shmap_tp.plan.report import config_fields
@@ -43,7 +42,7 @@ from tests.helpers.communication_checks import (
     check_step,
     program_config,
 )
-from tests.helpers.communication_rules import ArrayTraffic, cross_entropy, entering
+from tests.helpers.communication_rules import ArrayTraffic, cross_entropy, entering, tally
 from tests.helpers.components import COMPONENTS
 from tests.helpers.layer_cases import LAYERS
 from tests.helpers.model_fixtures import MESHES, config, mesh_config, mesh_of

@@ -21,14 +21,13 @@ from shmap_tp.plan.ledger import (
     bytes_by_operation,
     communication_in_jaxpr,
     comparison,
-    tally,
     without_trivial_axes,
 )
 from shmap_tp.plan.tpu import find_slice
 from shmap_tp.training.model_functions import build_model_functions
 from tests.helpers import communication_rules
 from tests.helpers.commands import call
-from tests.helpers.communication_rules import ArrayTraffic
+from tests.helpers.communication_rules import ArrayTraffic, tally
 from tests.helpers.model_fixtures import config, mesh_of
 
 PLAN = ["-m", "shmap_tp.plan", "decode", "--model", "test", "--dp", "2", "--mp", "2", "--version", "v5e"]

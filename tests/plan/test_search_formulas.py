@@ -6,12 +6,12 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.config.schema import SavedActivation
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
-from shmap_tp.plan.ledger import Direction, Operation, tally, without_trivial_axes
+from shmap_tp.plan.ledger import Direction, Operation, without_trivial_axes
 from shmap_tp.plan.predict import step_communication
 from shmap_tp.plan.search.collective_seconds import _TRACED, activation_entries, links_of
 from shmap_tp.plan.search.formulas import activation_values, estimate, layer_values
 from shmap_tp.plan.targets import VERSIONS, find_target, machine_of
-from tests.helpers.communication_rules import ArrayTraffic
+from tests.helpers.communication_rules import ArrayTraffic, tally
 from tests.helpers.searching import config
 
 

@@ -13,11 +13,11 @@ import pytest
 from shmap_tp.model.tracing import bodies
 from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.compiled_communication import communication_in_hlo
-from shmap_tp.plan.ledger import tally
 from shmap_tp.training.environment import precision_note
 from shmap_tp.training.step import build_step_functions
 from tests.helpers import reference
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
+from tests.helpers.communication_rules import tally
 from tests.helpers.model_fixtures import MESHES, mesh, mesh_of, random_like
 from tests.helpers.step_fixtures import STEPS, Curve, Program, largest_difference, learnable_batch, step_config
 

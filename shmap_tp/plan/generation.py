@@ -47,7 +47,7 @@ from shmap_tp.training.model_functions import build_model_functions
 
 DTYPE = jnp.bfloat16
 GREEDY = Options()
-"""Its decode_tokens are those of a call of the decode program."""
+"""Greedy choice; a call of the decode program computes its decode_tokens."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class GenerationRow:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoded, of all sequences together; prefill is not counted."""
+        """Decoded tokens of all sequences together; prefill is not counted."""
         return self.batch / self.decode_seconds if self.decode_seconds else None
 
     def to_json(self) -> dict:

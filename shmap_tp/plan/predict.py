@@ -70,7 +70,7 @@ def step_communication(config: Config, dtype: DTypeLike, components: Components 
 
 
 def _traced_communication(traced: jax.stages.Traced, mesh: Mesh) -> list[Entry]:
-    """Without axes of size 1, whose collectives do nothing."""
+    """The entries without axes of size 1, whose collectives do nothing."""
     return without_trivial_axes(communication_in_jaxpr(traced.jaxpr.jaxpr), dict(mesh.shape))
 
 

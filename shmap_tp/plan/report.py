@@ -221,8 +221,8 @@ def _format_memory(row: Row) -> str:
 
 
 def _advice(row: Row) -> str:
-    """What would take less memory, of that which this row does not do already; where even a state sharded over all
-    devices is too large, how many devices it needs."""
+    """What would take less memory and is not done yet; where even a state sharded over all devices is too large, how
+    many devices it needs."""
     state = STATE_BYTES * (row.params - row.frozen) + FROZEN_BYTES * row.frozen
     if row.limit_bytes_per_device and state > row.devices * row.limit_bytes_per_device:
         least = math.ceil(state / row.limit_bytes_per_device)

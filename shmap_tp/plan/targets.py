@@ -86,7 +86,7 @@ class PlannedTpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Figures of a target; those of memory and of links are of one device."""
+    """Figures of a target; memory and links are of one device."""
 
     kind: str
     """jax.Device.device_kind."""

@@ -344,9 +344,9 @@ class GroupedTiles(NamedTuple):
     """The tiles that a grouped matmul computes, relative to two others."""
 
     of_shapes: float
-    """FLOPs computed, relative to those of its shapes, which it declares."""
+    """Tiles computed, relative to the tiles of its shapes, whose FLOPs it declares."""
     of_visits: float
-    """To the most that it could compute, whose bytes it declares."""
+    """Tiles computed, relative to the most that it could compute, whose bytes it declares."""
 
 
 def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles | None:

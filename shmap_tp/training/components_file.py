@@ -1,5 +1,5 @@
-"""Components of the user's own, from a file: `--components my_file.py:components`; and whether those of a checkpoint's
-run are given again."""
+"""Components of the user's own, from a file: `--components my_file.py:components`; and whether a checkpoint's run had
+the same."""
 
 import importlib.util
 import sys

@@ -139,7 +139,7 @@ def counted_targets(batch: Batch) -> Float[Array, "B P 2"]:
 
 
 def of_targets(x_BP2: Float[Array, "B P 2"], batch: Batch) -> Float[Array, "B T"]:
-    """For each target that counts what x has for its document, else 0."""
+    """The value of x for the document of each target that counts, else 0."""
     return jnp.where(batch.targets >= 0, x_BP2[_document(batch)], 0.0)
 
 

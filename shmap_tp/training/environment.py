@@ -1,6 +1,6 @@
 """The machine of a run or of a library call: directories, data and compilation cache, dtype, mesh and memory.
 
-The devices of a library call are emulated CPU devices, those of this process, or those of all processes.
+The devices of a library call are emulated CPU devices, or the devices of this process or of all processes.
 """
 
 import math
@@ -52,7 +52,7 @@ def compute_dtype(precision: Precision) -> DTypeLike:
 
 
 def precision_of(held: str) -> Precision:
-    """What a model computes in whose matrices are held in `held`, a value of `HeldIn`.  Raises UserError for others."""
+    """The precision in which a model computes whose matrices are held in `held`, a `HeldIn`.  Raises UserError."""
     if held not in list(HeldIn):
         raise UserError(f"dtype={shown(held)} must be one of {', '.join(HeldIn)}")
     return Precision.auto if held == HeldIn.int8 else Precision(held)

@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def mixed(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Evaluation:
-    """The evaluation of targets of which each source has the share weights[source]; the weights add up to 1."""
+    """The evaluation of a mixture, in which each source has the share weights[source] of the targets."""
     if len(found) == 1:
         return next(iter(found.values()))
     parts = [(weights[name] / each.targets, each) for name, each in found.items()]
@@ -44,7 +44,7 @@ def mixed(found: Mapping[str, Evaluation], weights: Mapping[str, float]) -> Eval
 
 
 def describe(found: Evaluation, sources: Mapping[str, Evaluation]) -> str:
-    """The loss of an evaluation, and those of its `sources`, in words."""
+    """The loss of an evaluation, and the losses of its `sources`, in words."""
     more = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
     more += f", dropped {found.experts_dropped:.1%}" if found.experts_dropped else ""
     each = ", ".join(f"{name} {of.loss:.4f}" for name, of in sources.items())

@@ -51,7 +51,7 @@ def train(
 
 
 def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | None) -> int:
-    """Train on from `state`: that of the checkpoint of `saved_step`, or a new one if that is None."""
+    """Train on from `state`: the state saved at `saved_step`, or a new state if that is None."""
     config, clock, step, texts = run.config, run.clock, saved_step or 0, None
     where = f"{config.data.dir}/train.bin" if config.data.dir else "data.sources"
     monitor = BadStepMonitor(config.guard, run.batches.sequences, where, int(state.guard.in_a_row))

@@ -175,8 +175,8 @@ def orthogonalized(x_RC: Float[Array, "R C"], steps: int) -> Float[Array, "R C"]
 
         x = x / |x|, |.| the Frobenius norm;  then `steps` times  x = a x + (b x x' + c (x x')^2) x
 
-    a, b and c are from Jordan et al. 2024: after 5 steps singular values are about 0.7 to 1.2.  x x' sums over the
-    longer dim, n of m and n: 4 m^2 n + 2 m^3 FLOPs a step.
+    a, b and c are from Jordan et al. 2024: after 5 steps singular values are about 0.7 to 1.2.  x x' is
+    [m m], where m is the shorter of the dims m and n: 4 m^2 n + 2 m^3 FLOPs a step.
     """
     with jax.named_scope("newton_schulz"):
         norm = jnp.sqrt(jnp.sum(jnp.square(x_RC.astype(jnp.float32))))

@@ -251,14 +251,14 @@ def require_same_model(saved: ModelConfig, now: ModelConfig, checkpoint: str) ->
 
 
 def _different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The keys whose values differ, in order; of adapters that only one of them has, the rank."""
+    """The keys whose values differ, in order; an adapter that only one of them has is named by its rank."""
     keys = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     has_no_adapter = 0 in (before.get("model.adapter.rank"), after.get("model.adapter.rank"))
     return [key for key in keys if not has_no_adapter or key == "model.adapter.rank" or ".adapter." not in key]
 
 
 def _model_settings(model: dict[str, Any]) -> dict[str, Any]:
-    """What of the section `model` must not change within a run, by key."""
+    """The values of the section `model` that must not change within a run, by key."""
     settings = {f"model.{key}": model[key] for key in model.keys() - MAY_CHANGE - {"adapter"}}
     settings["model.router_bias_rate"] = None if model.get("router_bias_rate") is None else "a number"
     adapter = model.get("adapter", {"rank": 0})  # a run from before there were adapters has none

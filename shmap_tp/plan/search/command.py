@@ -45,7 +45,7 @@ from shmap_tp.runtime.console import shell_command, wrap_lines, write_line
 from shmap_tp.runtime.exit_codes import STOPPED
 
 OF_COMMAND = ("train.batch", "model.context")
-"""Keys that the printed command sets beside those that are searched."""
+"""Keys that the printed command sets beside the searched ones."""
 SHOWN = 20
 """Candidates in the table at most, where none was compiled; else it has all that were."""
 SEQUENCES_PER_DEVICE = 16

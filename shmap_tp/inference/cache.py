@@ -46,7 +46,7 @@ class EmptyCache(eqx.Module):
     """The slots of each layer of the cache that it becomes (`layer_slots`)."""
     dtype: DTypeLike = eqx.field(static=True)
     unrolled: bool = eqx.field(static=True)
-    """Whether that has an array for each layer; else all have as many slots."""
+    """Whether that cache has an array for each layer; else all layers have as many slots."""
 
     def positions(self, time: int) -> Int[Array, "B T"]:
         """The positions of the tokens in the first `time` slots; 0 for padding."""
@@ -132,7 +132,7 @@ class LayerCache(eqx.Module):
     start_B: Int[Array, " B"]
     filled: Int[Array, ""]
     layer: Int[Array, ""] | None
-    """The one of keys and values that is meant, where these are of all layers."""
+    """Which layer of keys and values this is, where they are of all layers."""
 
     def attend(
         self,
@@ -143,7 +143,7 @@ class LayerCache(eqx.Module):
         attention: AnyAttention,
     ) -> tuple[Float[Array, "B T H K"], "LayerCache"]:
         """(attention of T new tokens to all tokens so far, the cache with their keys and values).  T is small: the
-        scores [B H T S] exist at once, and no kernel, of `attention`, is used; it is 1 where there is a window."""
+        scores [B H T S] exist at once, and the kernel of `attention` is not used.  T is 1 where there is a window."""
         slots, slot = self.keys.shape[-2], self.filled
         number_S = jnp.arange(slots)  # of the token in each slot
         if pattern.window is not None and slots <= pattern.window:
@@ -231,8 +231,8 @@ def cache_specs(batch: tuple[str, ...], unrolled: int) -> KeyValueCache:
 
 
 def layer_slots(model: ModelConfig, slots: int) -> tuple[int, ...]:
-    """Slots of each layer of a cache for `slots` tokens: no more than its window has.  (With ALiBi all, as the position
-    of a key is its slot.)"""
+    """Slots of each layer of a cache for `slots` tokens: no more than its window has.  (With ALiBi every layer has all
+    slots, since the position of a key is its slot.)"""
     if model.positions == PositionKind.alibi:
         return (slots,) * model.layers
     of_period = [min(slots, options.pattern.window or slots) for options in layer_options(model)]

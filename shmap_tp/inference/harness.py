@@ -29,7 +29,7 @@ NEW_TOKENS = 256
 NAMES_OF_MAX_NEW_TOKENS = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
 
 Scored = tuple[tuple[str, str] | None, list[int], list[int]]
-"""(context and continuation as text, the ids of the context, those of the continuation)."""
+"""(context and continuation as text, the ids of the context, the ids of the continuation)."""
 
 
 class HarnessModel(TemplateLM):

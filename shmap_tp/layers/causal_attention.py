@@ -36,8 +36,8 @@ class Pattern:
     sinks_H: Float[Array, " H"] | None = None
     """exp(sink) is added to the denominator of the softmax of its head, as if of one key more, whose value is 0."""
     earlier: int | None = None
-    """The queries are those of the last keys, behind so many; there are segments then.  None: they are those of all
-    keys, or this device's part of a row (`context_parallel.py`)."""
+    """The queries have the positions of the last keys, behind so many others; there are segments then.  None: they have
+    the positions of all keys, or are this device's part of a row (`context_parallel.py`)."""
 
     @property
     def used(self) -> frozenset[str]:
@@ -74,7 +74,7 @@ class Keys(NamedTuple):
     def within(
         self, window: int | None, first: Int[Array, ""] | int, queries: int
     ) -> tuple[Int[Array, ""] | int, "Keys"]:
-        """(the first position of the keys, those that some queries from position `first` on see with a window)."""
+        """(first position of the keys, the keys) that so many queries from position `first` on see, with a window."""
         there = self.k_BSNK.shape[1]
         seen = there if window is None else min(there, queries + window - 1)
         if seen == there:
@@ -147,7 +147,7 @@ def _attend_blocks(queries: Queries, keys: Keys, pattern: Pattern, block: int, c
 
 
 def _attend_groups(queries: Queries, keys: Keys, pattern: Pattern, chunk: int) -> Array:
-    """Attention of the queries, whose positions are the last of those of the keys."""
+    """Attention of the queries, which have the last positions of the keys."""
     time, before = queries.q_BTHK.shape[1], keys.k_BSNK.shape[1] - queries.q_BTHK.shape[1]
     per_group = -(-time // chunk // MAX_KEY_LENGTHS) * chunk
     ends = [min(start + per_group, time) for start in range(0, time, per_group)]

@@ -87,7 +87,7 @@ class Statistics(Protocol):
     """A pytree of arrays without gradients, which the step sums over devices and microbatches."""
 
     def metrics(self, tokens: int | Int[Array, ""]) -> dict[str, Float[Array, ""]]:
-        """By name, of the sums over a step of so many tokens; the arrays are stacked over layers."""
+        """Metrics by name, made of the sums over a step of so many tokens; the arrays are stacked over layers."""
         ...
 
 

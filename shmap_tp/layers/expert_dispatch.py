@@ -47,7 +47,7 @@ beyond the sum of the sizes is not specified."""
 Dispatch = Callable[[Array, Array, Array, int, Compute], tuple[Array, Array]]
 """A way to bring tokens and experts together: (x[N D], experts[N C], weights[N C], count, compute) -> (for each token
 the sum [N D] {+mp} over its experts, how many rows of this device were dropped).  A device has `count` experts, and
-what chose an expert with a number beyond the last is in no row."""
+a choice of an expert with a number beyond the last has no row."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class OverTokens:
     """
 
     capacity: float | None
-    """S, relative to what it is where all experts are chosen equally often; None: S has room for any choice."""
+    """S, relative to its value where all experts are chosen equally often; None: S has room for any choice."""
     tokens: Int[Array, ""] | None = None
     """How many tokens of this device choose experts; None: all N."""
 
@@ -122,7 +122,7 @@ class OverTokens:
         return y_ND, jnp.sum(jnp.maximum(sizes_r - limit, 0))
 
     def _limit(self, places: int, chosen: int, devices: int) -> Int[Array, ""] | int:
-        """How many of S `places` may be taken: what S were with those `tokens` alone."""
+        """How many of S `places` may be taken: the S of a batch that has only the `tokens`."""
         if self.capacity is None:
             return places
         rows = self.capacity * (chosen * self.tokens).astype(jnp.float32) / devices

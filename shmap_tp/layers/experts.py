@@ -58,7 +58,7 @@ class Routing(NamedTuple):
     """None: all are."""
 
     def among(self, is_token_N: Bool[Array, " N"] | None) -> "Routing":
-        """The same, where only these are tokens: the others choose expert number E, which no device has."""
+        """The same routing, but slots without a token choose expert number E, which no device has."""
         if is_token_N is None:
             return self
         experts_NC = jnp.where(is_token_N[:, None], self.experts_NC, self.scores_NE.shape[1])
@@ -72,7 +72,7 @@ class Routing(NamedTuple):
 
 
 class RouterStatistics(NamedTuple):
-    """What a step counts of one layer; the sum over devices is that over tokens."""
+    """What a step counts in one layer, of this device's tokens; the sum over devices is that of all tokens."""
 
     load_E: Int[Array, " E"]
     """How many tokens chose each expert, counted by the first rank of mp: an exact sum, on every mesh the same."""

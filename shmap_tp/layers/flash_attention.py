@@ -63,8 +63,8 @@ def make_splash(
     """q[G T K], k[S K], v[S K] -> [G T K]: the kernel for the query heads of one key/value head, causal.
 
     `sizes` is (G, T, S); a block of keys of the backward kernel has at most `most_keys`.
-    Without a `rank` the queries are those of the last T keys; with one they are this device's two chunks of a row
-    (`context_parallel.py`).
+    Without a `rank` the queries have the positions of the last T keys; with one they are this device's two chunks of a
+    row (`context_parallel.py`).
     """
     shared, time, keys = sizes
     ranks = 1 if rank is None else keys // time
@@ -98,7 +98,7 @@ def _backward_keys(keys: int, size: int, most: int) -> int | None:
     """Positions in a block of keys of the backward kernel, `size` or more; None where it is two kernels.
 
     One kernel has 5 matmuls a block, where two have 7, and returns a partial dq for each block of keys.  Larger blocks
-    make fewer of these, and compute more of the masked half: one of n blocks 1/n more.
+    make fewer of these, and compute more of the masked half: with n blocks 1/n more.
     """
     while keys // size > MAX_ADDITIONS and 2 * size <= most and keys % (2 * size) == 0:
         size *= 2
@@ -124,8 +124,8 @@ class _RankOrderedMask(splash_mask.LocalMask):
         self.q_sequence = np.concatenate([chunks[n] for rank in range(ranks) for n in chunks_of(rank, ranks)])
 
     def __getitem__(self, index: tuple[slice, slice]) -> Bool[np.ndarray, "T S"]:
-        """The mask of a block; of one that is masked in all of its elements or in none, one element.  The library asks
-        for every block, of which a row of 131,072 positions has 65,536."""
+        """The mask of a block, or one element where all or none of the block is masked.  The library asks for every
+        block, and a row of 131,072 positions has 65,536."""
         queries, keys = self.q_sequence[index[0]], range(*index[1].indices(self.shape[1]))
         nearest, farthest = int(queries[0]) - keys[-1], int(queries[-1]) - keys[0]
         left = self.window_size[0]
@@ -139,8 +139,8 @@ class _RankOrderedMask(splash_mask.LocalMask):
 def _of_rank(
     kernel: splash_kernel.SplashAttentionKernel, rank: Int[Array, ""], ranks: int
 ) -> splash_kernel.SplashAttentionKernel:
-    """The kernel for the queries of one rank, of that for the queries of all: its arrays, which say which blocks are
-    computed, are split along their dim of queries."""
+    """The kernel for the queries of one rank, made from the kernel for the queries of all: the arrays that say which
+    blocks are computed are split along their dim of queries."""
 
     def cut(x: Array) -> Array:
         dim = 0 if x.ndim == 1 else 1
@@ -168,7 +168,7 @@ class Splash:
     interpret: bool = False
     """Interpret the kernel on any device instead of compiling it: for tests."""
     most_keys: int = MOST_KEYS
-    """In a block of the backward kernel, for heads of up to 128; of larger ones fewer."""
+    """Keys in a block of the backward kernel, for heads of up to 128; larger heads have fewer."""
     patterns: ClassVar[frozenset[str]] = frozenset({"segments", "earlier", "window", "softcap", "scale", "sinks"})
     """The fields of a `Pattern` that it computes."""
 
@@ -297,7 +297,7 @@ class MaskArrays(NamedTuple):
     query_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
     rank: Int[Array, ""] | None
-    """This device's, of those over which rows are split; None: every device has whole rows."""
+    """This device's rank along the axes that split rows; None: every device has whole rows."""
 
     @classmethod
     def of(cls, pattern: Pattern, queries: int, keys: int) -> "MaskArrays":

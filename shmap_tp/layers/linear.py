@@ -42,16 +42,16 @@ from shmap_tp.parallel.weights import Int8, Ring
 
 
 class Kind(Enum):
-    """What mp shards of a linear layer."""
+    """What mp shards in a linear layer."""
 
     column = auto()
-    """Its outputs; the weight is stored as [outputs, inputs]."""
+    """mp shards the outputs; the weight is stored as [outputs, inputs]."""
     row = auto()
-    """Its inputs, which may be heads."""
+    """mp shards the inputs, which may be heads."""
     heads = auto()
-    """Its outputs, whole key/value heads.  Where mp exceeds their number, every device holds all of them."""
+    """mp shards the outputs, whole key/value heads.  Where mp exceeds their number, every device holds all of them."""
     replicated = auto()
-    """Nothing."""
+    """mp shards nothing."""
 
 
 declare_weight = partial(declare, by_linear=True)
@@ -144,8 +144,8 @@ class Linear(eqx.Module):
             return y + self.of_this_device(self.bias).astype(y.dtype).reshape(1, 1, *y.shape[2:])
 
     def of_this_device(self, w: Any) -> Any:
-        """The weight or bias that this device's part of the product needs.  Where mp > N, that is the one head which
-        all its query heads share, of the N that every device holds."""
+        """The weight or bias that this device's part of the product needs.  Where mp > N, every device holds N heads
+        and needs the one that all its query heads share."""
         if self.kind == Kind.replicated:
             return mark_varying(w, MP)
         if self.kind != Kind.heads or lax.axis_size(MP) <= self.outputs[0]:

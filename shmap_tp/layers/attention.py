@@ -132,8 +132,8 @@ class Attention(eqx.Module):
         biases: tuple[bool, bool] = (False, False),
         head_norms: tuple[RMSNorm | JointRMSNorm, RMSNorm | JointRMSNorm] | None = None,
     ):
-        """`heads` is (query heads, key/value heads), `biases` whether (q, k and v; the output) have one; `head_norms` are
-        the norms of (q, k)."""
+        """`heads` is (query heads, key/value heads), `biases` whether (q, k and v; the output) have one;
+        `head_norms` are the norms of (q, k)."""
         key_q, key_k, key_v, key_out = jax.random.split(key, 4)
         in_bias, out_bias = biases
         features = heads[0] * head_dim

@@ -85,7 +85,7 @@ class Row:
     ours: str
     theirs: str
     pattern: str
-    """The name of one layer, and of one expert; see layout.py."""
+    """The dims of their tensor and of our array, for one layer and one expert; see layout.py."""
 
     def divided(self, model: ModelConfig, stacked: bool) -> tuple[int, ...]:
         """The first dims of our array for each index of which there is a tensor; `stacked`: the first is layers."""

@@ -41,6 +41,9 @@ ROW_TILES = (1024, 512, 256, 128)
 CONTRACTED_TILE, FEATURE_TILE = 512, 1024
 """Features of a tile: of the dim that is summed over, and of the others.  With 1024 rows these are what the vector
 memory of a TPU v4 holds."""
+WHOLE_BYTES, WHOLE_ROWS = 4096, 256
+"""A dim of up to so many bytes is summed over in one tile, with tiles of so many rows at most.  The matrix of a group
+then stays in vector memory from its first tile of rows to its last, and is read once."""
 
 
 def ragged_dot(
@@ -76,7 +79,7 @@ def in_kernels(
 ) -> Float[Array, "R F"]:
     """Tiles of rows, each times the matrix of every group that it has rows of.  `interpret` runs the kernels on any
     device instead of compiling them: for tests."""
-    tiles = feature_tile(x_RD.shape[1], CONTRACTED_TILE), feature_tile(w_EDF.shape[2])
+    tiles = contracted_tile(x_RD.shape[1], x_RD.dtype.itemsize), feature_tile(w_EDF.shape[2])
     return _in_tiles(gmm, x_RD, w_EDF, sizes_E, tiles, interpret)
 
 
@@ -89,7 +92,7 @@ def _kernels_forward(
 def _kernels_backward(interpret: bool, saved: tuple[Array, Array, Array], dy_RF: Array) -> tuple[Array, Array, None]:
     x_RD, w_EDF, sizes_E = saved
     _, d, f = w_EDF.shape
-    tiles = feature_tile(f, CONTRACTED_TILE), feature_tile(d)
+    tiles = contracted_tile(f, dy_RF.dtype.itemsize), feature_tile(d)
     dx_RD = _in_tiles(partial(gmm, transpose_rhs=True), dy_RF, w_EDF, sizes_E, tiles, interpret)
     dw_EDF = _in_tiles(_transposed_gmm, x_RD, dy_RF, sizes_E, (feature_tile(d), feature_tile(f)), interpret)
     return dx_RD, dw_EDF, None
@@ -119,7 +122,7 @@ def _in_tiles(
 ) -> Array:
     """kernel(x[R ..], other, sizes) in x's dtype; `other` is a matrix for each group, or has rows, too.  `features`:
     sizes of the tiles in the two other dims."""
-    rows = row_tile(len(x), len(sizes_E))
+    rows = row_tile(len(x), len(sizes_E), other.ndim == 3 and features[0] == x.shape[1])
     kernel = partial(kernel, preferred_element_type=x.dtype, tiling=(rows, *features), interpret=interpret)
     padded = [jnp.pad(a, ((0, -len(a) % rows), (0, 0))) if a.ndim == 2 else a for a in (x, other)]
     with jax.numpy_dtype_promotion("standard"):  # the code of the kernels needs it
@@ -127,9 +130,16 @@ def _in_tiles(
     return result[: len(x)] if result.ndim == 2 else result
 
 
-def row_tile(rows: int, experts: int) -> int:
-    """Rows of a tile: a tile that two groups share is computed twice, so that a group should fill several."""
-    return next((size for size in ROW_TILES if rows >= 4 * experts * size), ROW_TILES[-1])
+def row_tile(rows: int, experts: int, is_whole: bool = False) -> int:
+    """Rows of a tile: a tile that two groups share is computed twice, so that a group should fill several.  `is_whole`:
+    all features are summed over in one tile."""
+    sizes = (size for size in ROW_TILES if rows >= 4 * experts * size and (size <= WHOLE_ROWS or not is_whole))
+    return next(sizes, ROW_TILES[-1])
+
+
+def contracted_tile(features: int, itemsize: int) -> int:
+    """Features of a tile of the dim that is summed over: all of few, else as `feature_tile`."""
+    return features if features * itemsize <= WHOLE_BYTES else feature_tile(features, CONTRACTED_TILE)
 
 
 def feature_tile(features: int, most: int = FEATURE_TILE) -> int:

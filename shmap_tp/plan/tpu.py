@@ -45,7 +45,7 @@ from jax.experimental import topologies
 
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import ANY_TPU, DEVICES, GENERATIONS, NETWORK_RATE, DeviceFigures, Generation
-from shmap_tp.layers.grouped_matmul import CONTRACTED_TILE, FEATURE_TILE, feature_tile
+from shmap_tp.layers.grouped_matmul import contracted_tile, feature_tile
 from shmap_tp.plan.hlo_parser import ARRAY, KERNEL, Computation, Instruction, bytes_accessed
 
 # Devices
@@ -325,7 +325,8 @@ def kernel_seconds(instruction: Instruction, device: DeviceFigures, chosen_share
     flops, tiles = kernel_flops(instruction), grouped_tiles(instruction, chosen_share)
     if tiles is None:
         return flops / (KERNEL_EFFICIENCY * device.flops)
-    size = float(re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)[1]) * tiles.of_visits
+    declared = float(re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)[1])
+    size = (declared - tiles.declared) * tiles.of_visits + tiles.read
     return max(flops * tiles.of_shapes / (GROUPED_EFFICIENCY * device.flops), size / device.memory_rate)
 
 
@@ -341,12 +342,16 @@ def kernel_flops(instruction: Instruction) -> float:
 
 
 class GroupedTiles(NamedTuple):
-    """The tiles that a grouped matmul computes, relative to two others."""
+    """The tiles that a grouped matmul computes, relative to two others, and what it reads of the matrices."""
 
     of_shapes: float
     """Tiles computed, relative to the tiles of its shapes, whose FLOPs it declares."""
     of_visits: float
     """Tiles computed, relative to the most that it could compute, whose bytes it declares."""
+    declared: float = 0.0
+    """Bytes that it declares for matrices which stay in vector memory: one for each tile of rows."""
+    read: float = 0.0
+    """Bytes that it reads of these matrices: one for each group."""
 
 
 def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles | None:
@@ -361,14 +366,20 @@ def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles
         return None
     operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", instruction.attributes)[1]
     ends, visits, *_ = (int(size) for size in re.findall(r"s32\[(\d+)\]", operands))
-    x, other = ([int(n) for n in dims.split(",")] for dims in re.findall(r"(?:bf16|f32)\[([\d,]+)\]", operands))
-    out = math.prod(other[1:]) // x[1] if len(other) == 3 else other[1]
-    most = CONTRACTED_TILE if kernel[1] == "gmm" else FEATURE_TILE
-    sizes = (x[1], feature_tile(x[1], most)), (out, feature_tile(out))
+    (bits, *_), *_ = arrays = re.findall(r"(?:bf|f)(\d+)\[([\d,]+)\]", operands)
+    x, other = ([int(n) for n in dims.split(",")] for _, dims in arrays)
+    itemsize, has_matrices = int(bits) // 8, kernel[1] == "gmm"
+    out = math.prod(other[1:]) // x[1] if has_matrices else other[1]
+    contracted = contracted_tile(x[1], itemsize) if has_matrices else feature_tile(x[1])
+    sizes = (x[1], contracted), (out, feature_tile(out))
     exceeding = math.prod((n + -n % tile) / n for n, tile in sizes)
     boundaries = ends - 2
     computed = chosen_share * (visits - boundaries) + boundaries
-    return GroupedTiles(exceeding * computed / (visits - boundaries), computed / visits)
+    of_shapes, of_visits = exceeding * computed / (visits - boundaries), computed / visits
+    if not has_matrices or contracted < x[1]:
+        return GroupedTiles(of_shapes, of_visits)
+    matrix = x[1] * out * itemsize
+    return GroupedTiles(of_shapes, of_visits, visits * matrix, (ends - 1) * matrix)
 
 
 def splash_flops(phase: str, instruction: Instruction) -> float:

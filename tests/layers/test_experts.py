@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.layers.context import Context
-from shmap_tp.layers.grouped_matmul import feature_tile, in_blocks, in_kernels, ragged_dot, row_tile
+from shmap_tp.layers.grouped_matmul import contracted_tile, feature_tile, in_blocks, in_kernels, ragged_dot, row_tile
 from shmap_tp.layers.positions import Alibi
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.partitioning import partition_specs
@@ -94,8 +94,10 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop_over_groups(mu
 
 def test_tiles_cover_a_matrix_with_little_to_spare():
     assert [feature_tile(size) for size in (176, 1024, 1408, 5632, 14336)] == [176, 1024, 768, 512, 1024]
-    assert [feature_tile(size, 512) for size in (176, 768, 2048)] == [176, 384, 512]
+    assert [contracted_tile(size, 2) for size in (768, 2048, 2176, 4096)] == [768, 2048, 384, 512]
+    assert [contracted_tile(size, 4) for size in (768, 1024, 2048)] == [768, 1024, 512]
     assert [row_tile(8 * rows, 8) for rows in (100, 1024, 2048, 6000)] == [128, 256, 512, 1024]
+    assert [row_tile(8 * rows, 8, True) for rows in (100, 1024, 6000)] == [128, 256, 256]
 
 
 def test_equal_scores_choose_the_experts_of_lower_numbers():

@@ -126,26 +126,34 @@ def grouped(kernel: str, operands: str, flops: float, size: float) -> str:
     )
 
 
-FLOPS = 2 * 65536 * 1408 * 768
+FLOPS = 2 * 65536 * 2944 * 2304
+MATRIX = 2944 * 768 * 2
 GROUPED = {
-    "gmm": ("gmm", "bf16[65536,1408]{1,0}, bf16[8,1408,768]{2,1,0}", 1536 / 1408),
-    "gmm, transposed": ("gmm", "bf16[65536,768]{1,0}, bf16[8,1408,768]{2,1,0}", 1536 / 1408),
-    "tgmm": ("tgmm", "bf16[65536,1408]{1,0}, bf16[65536,768]{1,0}", 1536 / 1408),
-}
+    # kernel, operands, features of tiles relative to those of the matrix, bytes declared and not read
+    "gmm": ("gmm", "bf16[65536,2944]{1,0}, bf16[8,2944,2304]{2,1,0}", 3072 / 2944, 0),
+    "gmm, transposed, a matrix read once": (
+        "gmm", "bf16[65536,768]{1,0}, bf16[8,2944,768]{2,1,0}", 3072 / 2944, (71 - 8) * MATRIX,
+    ),
+    "gmm, all features of float32 in one tile": (
+        "gmm", "f32[65536,768]{1,0}, f32[8,768,2944]{2,1,0}", 3072 / 2944, (71 - 8) * MATRIX * 2,
+    ),
+    "tgmm": ("tgmm", "bf16[65536,2944]{1,0}, bf16[65536,768]{1,0}", 3072 / 2944, 0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", GROUPED)
-def test_a_grouped_matmul_takes_the_flops_of_its_tiles_or_the_bytes_that_it_declares(case):
-    """A matrix of 1408 features has two tiles of 768; of 8 groups 7 end within a tile."""
-    kernel, operands, exceeding = GROUPED[case]
+def test_a_grouped_matmul_takes_the_flops_of_its_tiles_or_the_bytes_that_it_reads(case):
+    """A matrix of 2944 features has tiles of 512 or 1024; of 8 groups 7 end within a tile."""
+    kernel, operands, exceeding, not_read = GROUPED[case]
     found = run(grouped(kernel, operands, FLOPS, 1e9))
     rate = GROUPED_EFFICIENCY * DEVICES["TPU v5 lite"].flops
     assert found.seconds == pytest.approx(FLOPS * exceeding * (64 + 7) / 64 / rate)
-    assert run(grouped(kernel, operands, FLOPS, 1e12)).seconds == pytest.approx(1e12 / MEMORY_RATE)
+    size = 1e12 - not_read
+    assert run(grouped(kernel, operands, FLOPS, 1e12)).seconds == pytest.approx(size / MEMORY_RATE, rel=1e-9)
 
 
 def test_rows_that_no_expert_is_chosen_for_take_no_time():
-    kernel, operands, exceeding = GROUPED["gmm"]
+    kernel, operands, exceeding, _ = GROUPED["gmm"]
     instruction = parse_hlo(module_text(grouped(kernel, operands, FLOPS, 1e9))).entry.instructions["gmm.1"]
     seconds = kernel_seconds(instruction, DEVICES["TPU v5 lite"], 0.25)
     rate = GROUPED_EFFICIENCY * DEVICES["TPU v5 lite"].flops

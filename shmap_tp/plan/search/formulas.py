@@ -46,7 +46,7 @@ from shmap_tp.config.schema import (
 from shmap_tp.hardware.devices import generation
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.experts import rows_of_a_token
-from shmap_tp.layers.grouped_matmul import row_tile
+from shmap_tp.layers.grouped_matmul import contracted_tile, row_tile
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.transformer import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
@@ -269,7 +269,8 @@ def grouped_excess(model: ModelConfig, tokens: int, mesh: MeshConfig, kind: str)
     if not model.experts or made is None or not made.has_kernels:
         return 0.0
     experts, chosen = model.experts // (mesh.ep * mesh.mp), tokens * model.experts_per_token / mesh.mp
-    tile = row_tile(int(tokens * rows_of_a_token(model, mesh)), experts)
+    is_whole = contracted_tile(model.width, NARROW) == model.width
+    tile = row_tile(int(tokens * rows_of_a_token(model, mesh)), experts, is_whole)
     excess = (chosen + (experts - 1) * tile) / chosen / GROUPED_EFFICIENCY - 1
     saved = (
         2

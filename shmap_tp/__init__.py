@@ -32,8 +32,8 @@ Contents
     __version__             the version of this package
 
 Importing shmap_tp is fast: JAX is imported with the first of these names that needs it, and no device is used before
-the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `plan`, `generate`,
-`chat`, `evaluate`, `pretrained` and `verify`.
+the first call that needs one.  The commands are `shmap-tp train`, `prepare`, `report`, `plan`,
+`generate`, `chat`, `evaluate`, `pretrained` and `verify`.
 """
 
 import importlib

@@ -372,7 +372,7 @@ def from_pretrained(
 
 
 def run_training(config: Config, components: Components = CONFIGURED) -> bool:
-    """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a loss curve in run.dir.
+    """A whole run as `shmap-tp train` makes it: data, evaluation, checkpoints, metrics and a report in run.dir.
 
     True if all steps were trained, False if the run was asked to stop and has saved; then checkpoint.resume=must
     continues it.  On accelerators the mesh must use all devices; on a CPU they are emulated, and the run may use the

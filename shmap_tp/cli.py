@@ -9,6 +9,7 @@ from shmap_tp.runtime.exit_codes import INTERRUPTED
 COMMANDS = {
     "train": "train a model, or continue training (the same as python main.py)",
     "prepare": "turn text into the token files that training reads",
+    "report": "write a page about a run, or several side by side, for a browser",
     "plan": "predict speed, memory and communication on devices that are not there",
     "generate": "continue texts with a trained model",
     "chat": "talk to a model that was trained to chat",

@@ -32,7 +32,7 @@ ORDER = [
 module that all of them may use)."""
 LIBRARY = {"__init__", "api", "trainer", "command_model", "verification", "check"}
 """What `import shmap_tp` offers, above all sub-packages; only the commands may import it."""
-COMMANDS = {"__main__", "cli", "train", "prepare", "verify", "generate", "chat", "evaluate"}
+COMMANDS = {"__main__", "cli", "train", "prepare", "report", "verify", "generate", "chat", "evaluate"}
 """Modules that parse, call and exit: nothing but `__main__` and `cli` imports them."""
 UPPER = {
     "__init__": LIBRARY,

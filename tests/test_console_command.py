@@ -12,7 +12,7 @@ from shmap_tp import cli, train
 from tests.helpers.fresh_process import python
 from tests.helpers.run_fixtures import FIRST, ROOT
 
-COMMANDS = ["train", "prepare", "plan", "generate", "chat", "evaluate", "pretrained", "verify"]
+COMMANDS = ["train", "prepare", "report", "plan", "generate", "chat", "evaluate", "pretrained", "verify"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)

@@ -41,7 +41,7 @@ class RunConfig:
     name: str
     """Name of the run in logs, plots and W&B."""
     dir: str = key(schemes=())
-    """Run directory, which holds config.yaml, metrics.jsonl, loss.png and, by default, checkpoints/."""
+    """Run directory, which holds config.yaml, metrics.jsonl, report.html and, by default, checkpoints/."""
     seed: int = key(least=0, below=2**32)
     """Seed of the initial parameters and of the data order."""
     compilation_cache: str | None = key(schemes=())

@@ -42,15 +42,27 @@ def saved_value(file: Any, key: str) -> Any:
     Read without validation: a file of an earlier version may lack keys.  None if there is none, or if the file is not a
     configuration.
     """
-    if "://" not in str(file) and not Path(file).is_file():  # reading a FIFO would wait for ever
-        return None
-    try:
-        saved = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
-        return None
+    saved = _saved(file)
     for part in key.split("."):
         saved = saved.get(part) if isinstance(saved, dict) else None
     return saved
+
+
+def flat_values(file: Any) -> dict[str, Any] | None:
+    """The value of each key, such as train.steps, read likewise; None if there is no file, or it is damaged."""
+    try:
+        return {f"{section}.{key}": value for section, keys in _saved(file).items() for key, value in keys.items()}
+    except AttributeError:
+        return None
+
+
+def _saved(file: Any) -> Any:
+    if "://" not in str(file) and not Path(file).is_file():  # reading a FIFO would wait for ever
+        return None
+    try:
+        return yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        return None
 
 
 def saved_checkpoint_dir(file: Any) -> str | None:

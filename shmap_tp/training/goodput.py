@@ -30,6 +30,8 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import appending, read_lines, read_lines_backwards, writing
 from shmap_tp.training.metrics import is_metric
 
+TIME = "time.jsonl"
+
 
 class TimeCategory(StrEnum):
     """Categories of wall time with their labels, in the order of the table."""
@@ -52,7 +54,7 @@ class TimeCategory(StrEnum):
     checkpoint = "checkpoint", "checkpoints"
     replicas = "replicas", "comparing replicas"
     profile = "profile", "writing the profile"
-    drawing = "drawing", "drawing the loss curve"
+    drawing = "drawing", "writing the report"
     down = "down", "down between runs"
 
 
@@ -126,13 +128,13 @@ class WallClock:
         """End the start-up of a run in `directory` that resumes from step `first`, or starts as a `new_run`."""
         self._first, self._done, self._is_new = first, first, new_run
         if directory:
-            self._file = directory / "time.jsonl"
-            for line in () if new_run else read_lines(self._file, _is_span):
-                self.breakdown.add(line)
+            self._file, unwritten = directory / TIME, None
+            if not new_run:
+                self.breakdown, unwritten = read_breakdown(directory)
             with writing(self._file):
                 self._stream = appending(self._file)
-            if self.breakdown.end and (span := _unwritten_steps(directory / "metrics.jsonl", self.breakdown.end)):
-                self._write(span)
+                if unwritten:
+                    self._stream.write(json.dumps(unwritten) + "\n")
         self.switch_to(TimeCategory.compile)
 
     def switch_to(self, category: TimeCategory) -> None:
@@ -198,6 +200,17 @@ class WallClock:
         if self._stream:
             with writing(self._file):
                 self._stream.write(json.dumps(line) + "\n")
+
+
+def read_breakdown(directory: Path) -> tuple[TimeBreakdown, dict[str, Any] | None]:
+    """(the time of a run so far, the span in it that no line of time.jsonl has: of the steps since the last line)."""
+    breakdown = TimeBreakdown()
+    for line in read_lines(directory / TIME, _is_span):
+        breakdown.add(line)
+    span = _unwritten_steps(directory / "metrics.jsonl", breakdown.end) if breakdown.end else None
+    if span:
+        breakdown.add(span)
+    return breakdown, span
 
 
 def _is_span(line: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 The loop never waits for its own step: step N is dispatched before the metrics of step N - 1 are read.  It checks for a
 stop request before every step and every validation batch.  A stopped run ends like a finished one: its metrics are
-recorded, a checkpoint is saved and the loss curve is drawn.
+recorded, a checkpoint is saved and the report is written.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,13 @@
-"""Metrics of a run: timed by a meter; recorded in metrics.jsonl, TensorBoard and W&B; printed; drawn as loss.png."""
+"""Metrics of a run: timed by a meter; recorded in metrics.jsonl, TensorBoard and W&B; printed; shown in report.html."""
 
 import json
 import math
 import os
+import subprocess
+import sys
 import textwrap
 import time
 import uuid
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jaxtyping import Float64
 from tqdm import tqdm
 
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
-from shmap_tp.config.validate import mesh_shape, named_sizes
+from shmap_tp.config.validate import mesh_shape
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
-from shmap_tp.runtime.files import appending, read_lines, read_lines_backwards, replacing, write_atomically, writing
+from shmap_tp.runtime.files import appending, read_lines, read_lines_backwards, write_atomically, writing
 from shmap_tp.training.evaluation import Evaluation, describe
 
 LONGEST_SILENCE = 30.0
 """Seconds without a line, as far as steps end within them."""
+RENEWAL_SECONDS = 30.0
+"""Between two renewals of the report, each of which takes 3 seconds of a processor."""
 
 
 class Recorder:
@@ -71,6 +72,7 @@ class Recorder:
             self._writers.append(TensorBoardWriter(directory / "tensorboard"))
         if config.log.wandb:
             self._writers.append(WeightsAndBiasesWriter(config))
+        self._writers.append(ReportRenewal(directory))
         self._samples = directory / "samples.jsonl"
         with writing(self._file):
             self._stream = appending(self._file)
@@ -347,52 +349,38 @@ def _floats(line: dict[str, Any]) -> dict[str, float]:
     return {f"{where}/{name}": value for name, value in line.items() if isinstance(value, float)}
 
 
-def plot_losses(directory: Path) -> Path:
-    """Draw loss.png from metrics.jsonl and return its path.
+class ReportRenewal:
+    """Renews report.html of a run directory after evaluations, in a process of its own of the lowest priority.
 
-    It shows training and validation loss by step: one colour per mesh shape, a dashed line at each restart.
+    The run never waits for it: an evaluation within RENEWAL_SECONDS of the last renewal, or while that still runs,
+    starts none.  The run itself writes the last report.
     """
-    import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    def __init__(self, directory: Path):
+        self._directory, self._process, self._started = directory, None, time.monotonic()
 
-    curves, validation, scale = _read_losses(directory / "metrics.jsonl")
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    colours: dict[tuple[int, ...], str] = {}
-    for segment, (mesh, losses) in sorted(curves.items()):
-        label = None if mesh in colours else f"mesh {', '.join(named_sizes(mesh))}"
-        colour = colours.setdefault(mesh, f"C{len(colours) % 10}")
-        axes.plot(*_pairs(losses).T, color=colour, linewidth=1, label=label)
-        if segment and len(losses):
-            axes.axvline(losses[0] - 1, color="0.6", linewidth=0.8, linestyle="--")
-    axes.plot(*_pairs(validation).T, "o", color="black", markersize=4, label="validation")
-    if scale is not None:
-        right = axes.secondary_yaxis("right", functions=(lambda nats: nats * scale, lambda bits: bits / scale))
-        right.set_ylabel("validation, bits per byte")
-    axes.set(xlabel="step", ylabel="cross entropy, nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    with replacing(directory / "loss.png", "wb") as stream:
-        figure.savefig(stream, dpi=130)
-    plt.close(figure)
-    return directory / "loss.png"
+    def write(self, line: dict[str, Any]) -> None:
+        """Renew the report if `line` is of an evaluation."""
+        due = line["split"] == "validation" and time.monotonic() - self._started >= RENEWAL_SECONDS
+        if not due or (self._process is not None and self._process.poll() is None):
+            return
+        if self._process is not None and (said := self._process.communicate()[1]):
+            write_line(f"the report was not renewed: {' '.join(said.split())[-300:]}")
+        program = "import os; os.nice(19); from shmap_tp.report import main; raise SystemExit(main())"
+        path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
+        self._started = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, str(self._directory)],
+            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,  # Ctrl-C of the terminal is for the run
+        )  # fmt: skip
 
+    def write_samples(self, step: int, texts: dict[str, str]) -> None:
+        """Samples are in the next report."""
 
-def _read_losses(file: Path) -> tuple[dict[int, tuple[tuple[int, ...], array]], array, float | None]:
-    """(by segment its mesh and its training losses, the validation losses, bits per byte of one nat per token if it is
-    known), losses as step, loss, step, loss, ..."""
-    curves: dict[int, tuple[tuple[int, ...], array]] = {}
-    validation, scale = array("d"), None
-    for line in (line for line in read_metrics(file) if line.get("source") is None):
-        losses = curves.setdefault(line["segment"], (tuple(line["mesh"]), array("d")))[1]
-        loss = math.nan if line["loss"] is None else line["loss"]
-        (losses if line["split"] == "train" else validation).extend((line["step"], loss))
-        if line["loss"] and isinstance(bits := line.get("bits_per_byte"), float):
-            scale = bits / line["loss"]
-    return curves, validation, scale
-
-
-def _pairs(values: array) -> Float64[np.ndarray, "lines 2"]:
-    """(step, loss) of each line."""
-    return np.frombuffer(values, np.float64).reshape(-1, 2) if values else np.empty((0, 2))
+    def close(self) -> None:
+        """End a renewal that still runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()

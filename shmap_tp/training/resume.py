@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import yaml
 
 from shmap_tp.config.compose import to_dict, to_yaml
 from shmap_tp.config.schema import Config, ModelConfig, MomentumDtype, OptimizerName, Resume
 from shmap_tp.config.validate import named_sizes
-from shmap_tp.config.yaml_files import HEADER
+from shmap_tp.config.yaml_files import HEADER, flat_values
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import DivergedError, UserError, shown
@@ -304,7 +303,7 @@ def write_run_config(config: Config, directory: Path) -> None:
     with writing(file):
         new = directory / "config.yaml.new"
         new.write_text(f"{HEADER}\n{to_yaml(config)}", encoding="utf-8")
-        if file.exists() and (changes := _changes(_values(file), _values(new))):
+        if file.exists() and (changes := _changes(flat_values(file), flat_values(new))):
             number = next(n for n in itertools.count(1) if not (directory / f"config.{n}.yaml").exists())
             earlier = directory / f"config.{number}.yaml"
             shutil.copyfile(file, earlier)
@@ -314,15 +313,6 @@ def write_run_config(config: Config, directory: Path) -> None:
             if len(changes) > MAX_LISTED:
                 print_on_process_0(f"  and {len(changes) - MAX_LISTED} more")
         new.replace(file)
-
-
-def _values(file: Path) -> dict[str, Any] | None:
-    """The value of each key, such as train.steps; None if the file is damaged."""
-    try:
-        sections = yaml.safe_load(file.read_text())
-        return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, RecursionError):
-        return None
 
 
 def _changes(old: dict[str, Any] | None, new: dict[str, Any]) -> list[str]:

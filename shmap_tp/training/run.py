@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config, Resume
 from shmap_tp.config.validate import mesh_shape, resolve_auto
-from shmap_tp.config.yaml_files import as_installed
+from shmap_tp.config.yaml_files import flat_values
 from shmap_tp.data.batches import Batches, isolating_token
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ from shmap_tp.training.environment import (
 )
 from shmap_tp.training.goodput import Profile, TimeCategory, WallClock
 from shmap_tp.training.integrity import ReplicaCheck
-from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples, plot_losses
+from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples
 from shmap_tp.training.optimizer import describe_schedule
 from shmap_tp.training.resume import (
     BASE,
@@ -53,6 +53,8 @@ from shmap_tp.training.resume import (
     without_base,
     write_run_config,
 )
+from shmap_tp.training.run_record import continue_command
+from shmap_tp.training.run_report import REPORT, write_report
 from shmap_tp.training.step import Components, State, StepFunctions, build_step_functions
 
 
@@ -218,7 +220,7 @@ def _text_tools(
 def end_run(
     run: Run, step: int, evaluated: bool, monitor: BadStepMonitor, profile: Profile, texts: dict[str, str] | None
 ) -> int:
-    """Report a run that ended after `step`: the loss curve, where the time went, the last samples, how to resume.
+    """Report a run that ended after `step`: the report, where the time went, the last samples, how to resume.
 
     Returns the exit code.  Raises DivergedError if the last steps were skipped, or why the profile was not written.
     """
@@ -246,20 +248,17 @@ def count_in_words(number: int) -> str:
 
 
 def _report(run: Run, step: int, finished: bool) -> None:
-    """Draw the loss curve; print where the time went, where the outputs are and how to resume."""
+    """Write the report; print where the time went, where the outputs are and how to resume."""
     config, directory = run.config, Path(run.config.run.dir)
-    with run.clock.on(TimeCategory.drawing), writing(directory / "loss.png"):
-        plot = plot_losses(directory)
-    more_steps = f"train.steps={2 * config.train.steps} " if finished else ""
-    if finished and config.optimizer.decay_steps <= config.optimizer.warmup_steps:  # the decay has not begun
-        more_steps += f"optimizer.decay_steps={2 * config.train.steps} "
+    with run.clock.on(TimeCategory.drawing):
+        page = write_report([directory], directory / REPORT)
     lines = [
         run.clock.breakdown.table(),
         f"{'done' if finished else 'stopped and saved'} at step {step} of {config.train.steps}",
         f"  metrics     {directory / 'metrics.jsonl'}",
-        f"  loss curve  {plot}",
+        f"  report      {page}",
         f"  checkpoint  {config.checkpoint.dir}/{step}",
-        f"  to resume   {as_installed('python main.py')} --cfg {directory / 'config.yaml'} {more_steps}--resume",
+        f"  to resume   {continue_command(directory, flat_values(directory / 'config.yaml'), finished)}",
         "              (on any mesh.dp=... mesh.cp=... mesh.mp=...)",
     ]
     print_on_process_0("\n".join(lines))

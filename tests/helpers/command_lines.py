@@ -16,7 +16,7 @@ import benchmark_layerwise
 import benchmark_tpu
 import sweep
 
-from shmap_tp import prepare, train, verify
+from shmap_tp import prepare, report, train, verify
 from shmap_tp.check import check_mesh, check_places
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
@@ -101,6 +101,8 @@ def check(words: tuple[str, ...]) -> None:
             arguments = verify.parser().parse_args(rest)
             if arguments.command in ("resume", "replicas"):
                 load(str(ROOT / arguments.cfg), arguments.overrides)
+        case ["python", "-m", "shmap_tp.report", *rest] | ["shmap-tp", "report", *rest]:
+            report.parser().parse_args(rest)
         case ["python", "-m", "shmap_tp.prepare", *rest]:
             prepare.parser().parse_args(rest)
         case ["python", "-m", "shmap_tp.plan", *rest]:

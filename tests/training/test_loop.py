@@ -46,7 +46,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     message = capsys.readouterr().out
     assert f"stopped and saved at step {stops_at} of {STEPS}" in message and "--resume" in message
     assert max(checkpoint_steps(tmp_path)) == stops_at == lines(tmp_path)[-1]["step"]
-    assert (tmp_path / "run" / "loss.png").exists()
+    assert (tmp_path / "run" / "report.html").exists()
     assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     assert f"resuming from step {stops_at}" in capsys.readouterr().out
     assert_same_run(tmp_path, uninterrupted)

@@ -1,4 +1,4 @@
-"""The files of a run directory: metrics, TensorBoard, W&B and the loss plot; and the timing of steps."""
+"""The files of a run directory: metrics, TensorBoard and W&B; and the timing of steps."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from shmap_tp.config.compose import load
 from shmap_tp.training import metrics
 from shmap_tp.training.evaluation import Evaluation, mixed
-from shmap_tp.training.metrics import Meter, Recorder, plot_losses, read_metrics
+from shmap_tp.training.metrics import Meter, Recorder, read_metrics
 from tests.helpers.run_fixtures import BATCH, CONTEXT, STEPS, checkpoint_steps, lines, tiny
 
 HALF = Evaluation(nats=0.5, targets=1.0, size=None)
@@ -18,11 +18,10 @@ MIX = {"a": 0.25, "b": 0.75}
 
 def test_the_run_directory_has_the_documented_files(uninterrupted):
     run = uninterrupted / "run"
-    files = {"config.yaml", "metrics.jsonl", "time.jsonl", "checkpoints", "loss.png", "tokenizer.json"}
+    files = {"config.yaml", "metrics.jsonl", "time.jsonl", "checkpoints", "report.html", "tokenizer.json"}
     assert {path.name for path in run.iterdir()} == files
     assert checkpoint_steps(uninterrupted) == [4, 6, 8]
     assert load(str(run / "config.yaml"), []) == tiny(uninterrupted)
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_line_of_a_step_has_accuracies_and_what_experts_dropped(tmp_path, capsys):
@@ -74,38 +73,6 @@ def test_tensorboard_receives_the_same_values(tmp_path):
     scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
     assert scalars[0] == (4, "validation/loss", 0.5)
     assert scalars[1][:2] == (4, "sample/0/text_summary") and b"1+1=2" in file.read_bytes()
-
-
-def test_the_plot_shows_every_segment_and_mesh(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    parts = [(0, [2, 4], range(1, 4)), (1, [8, 1], range(4, 6)), (2, [2, 4], range(6, 8))]
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps({"split": "train", "step": step, "loss": 4 - step / 10, "mesh": mesh, "segment": segment}) + "\n"
-            for segment, mesh, steps in parts
-            for step in steps
-        )
-    )
-    plot_losses(tmp_path)
-    axes = drawn[0].axes[0]
-    curves = [line for line in axes.lines if line.get_linestyle() == "-" and len(line.get_xdata())]
-    assert [list(line.get_xdata()) for line in curves] == [[1, 2, 3], [4, 5], [6, 7]]
-    assert curves[0].get_color() == curves[2].get_color() != curves[1].get_color()
-    assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [3, 5]
-    assert {"mesh dp=2, mp=4", "mesh dp=8, mp=1"} <= {text.get_text() for text in axes.get_legend().get_texts()}
-
-
-def test_the_plot_has_an_axis_of_bits_per_byte_where_they_are_known(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    for more in ({}, {"bits_per_byte": 6.0}):
-        line = {"split": "validation", "step": 3, "loss": 4.0, "mesh": [1, 1], "segment": 0}
-        (tmp_path / "metrics.jsonl").write_text(json.dumps(line | more) + "\n")
-        plot_losses(tmp_path)
-    without, (right,) = (figure.axes[0].child_axes for figure in drawn)
-    assert not without and right.get_ylabel() == "validation, bits per byte"
-    assert right._functions[0](4.0) == 6.0
 
 
 def test_a_step_that_is_read_late_does_not_distort_the_rate(tmp_path, monkeypatch):

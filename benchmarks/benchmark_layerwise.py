@@ -29,11 +29,11 @@ from measuring import time_steps
 
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import GENERATIONS, Peak, generation, machine_peak, table_peak
-from shmap_tp.plan.aot_compile import compile_ahead_of_time, coordinates
 from shmap_tp.plan.flags import append_json, check_outputs
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.predict import CACHE
 from shmap_tp.plan.schedule_simulator import simulate
+from shmap_tp.plan.targets import compile_ahead_of_time, coordinates
 from shmap_tp.plan.tpu import LinkModel, find_slice, topology_devices
 from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.distributed import emulate_cpu_devices

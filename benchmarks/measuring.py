@@ -20,10 +20,10 @@ from shmap_tp.hardware.devices import DEVICES, machine_peak
 from shmap_tp.hardware.xla_options import compile_with
 from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.parallel.mesh import make_mesh
-from shmap_tp.plan.aot_compile import coordinates, parse_out_of_memory
 from shmap_tp.plan.flags import Parser, add_mesh_flags, add_step_flags, append_json, command_line
 from shmap_tp.plan.predict import Builder, Prediction, build_programs, step_dtype
 from shmap_tp.plan.report import EXPLICIT, FORMULA, GSPMD, ROW_INDENT, Row, config_fields, format_row, mesh_fields
+from shmap_tp.plan.targets import coordinates, parse_out_of_memory
 from shmap_tp.runtime.console import wrap_lines
 from shmap_tp.runtime.distributed import emulate_cpu_devices
 from shmap_tp.runtime.files import replacing

@@ -46,7 +46,7 @@ from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_communication, step_dtype
 from shmap_tp.plan.report import FORMULA, PREDICTED, ROW_INDENT, Row, format_row
 from shmap_tp.plan.search.command import search_command
-from shmap_tp.plan.search.cost import token_count
+from shmap_tp.plan.search.output import token_count
 from shmap_tp.plan.targets import VERSION, VERSIONS, find_target
 from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.console import wrap_lines

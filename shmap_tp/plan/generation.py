@@ -32,7 +32,6 @@ from shmap_tp.model.sharded_model import held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim
-from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, coordinates
 from shmap_tp.plan.compiled_communication import communication_in_hlo
 from shmap_tp.plan.flags import append_json, command_line, config_from_flags
 from shmap_tp.plan.hlo_parser import parse_hlo
@@ -40,7 +39,7 @@ from shmap_tp.plan.ledger import Entry, communication_in_jaxpr, comparison, form
 from shmap_tp.plan.predict import CACHE
 from shmap_tp.plan.report import PREDICTED, ROW_INDENT, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
-from shmap_tp.plan.targets import find_target
+from shmap_tp.plan.targets import Compiled, compile_ahead_of_time, coordinates, find_target
 from shmap_tp.plan.tpu import LinkModel, Slice, topology_devices
 from shmap_tp.runtime.console import wrap_lines
 from shmap_tp.training.model_functions import build_model_functions

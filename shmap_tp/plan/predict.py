@@ -27,13 +27,12 @@ from shmap_tp.layers.attention_selection import kernel_name
 from shmap_tp.layers.experts import even_share
 from shmap_tp.parallel.mesh import axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import shard_bytes
-from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time, compile_for_gpu
 from shmap_tp.plan.gpu import COMPILER, CUDNN, Gpu, Nodes, node_devices, usable_bytes
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.ledger import Entry, communication_in_jaxpr, format_bytes, without_trivial_axes
 from shmap_tp.plan.report import ESTIMATED, EXPLICIT, GSPMD, PREDICTED, Row, config_fields, mesh_fields
 from shmap_tp.plan.schedule_simulator import SimulatedSchedule, simulate
-from shmap_tp.plan.targets import PlannedDevice, Target, link_model
+from shmap_tp.plan.targets import Compiled, PlannedDevice, Target, compile_ahead_of_time, compile_for_gpu, link_model
 from shmap_tp.plan.tpu import topology_devices
 from shmap_tp.training.step import CONFIGURED, Components, StepFunctions, build_step_functions
 

@@ -2,7 +2,7 @@
 
 The costs of a module for TPUs (for GPUs see gpu.py):
 
-    compute       `tpu.compute_seconds`: the compiler's own estimate of cycles where there is one
+    compute       `tpu_instructions.py`: the compiler's own estimate of cycles where there is one
     collectives   `tpu.LinkModel`: each begins when earlier ones on the same links have ended.  A synchronous collective
                   stops the clock until it ends; for an asynchronous one its -done does.  ppermutes between neighbours
                   conflict only if they use the same links in the same direction, so both directions of a ring overlap
@@ -39,7 +39,8 @@ from shmap_tp.plan.hlo_parser import (
     bytes_accessed,
 )
 from shmap_tp.plan.targets import Links
-from shmap_tp.plan.tpu import DirectedLinks, compute_seconds
+from shmap_tp.plan.tpu import DirectedLinks
+from shmap_tp.plan.tpu_instructions import compute_seconds
 
 # Transfers: which channel each uses, and for how long
 

@@ -1,4 +1,4 @@
-"""TPU slices that are not attached: their devices, and how long a collective or an instruction takes there.
+"""TPU slices that are not attached: their devices, and how long a collective takes there.
 
 The devices are described by libtpu, which runs on any Linux machine (`pip install -e '.[tpu]'`).  Programs can be
 compiled for them but not run on them.
@@ -18,22 +18,12 @@ stride of s chips leaves 1/s of them to each group, and using one of a chip's c 
 chooses a single ring through the whole group, that ring uses two links of each chip, however many dimensions the group
 spans.  Each hop of the longest route adds HOP_LATENCY.  Between slices (DCN) each device has an equal share of the
 network bandwidth of its host.
-
-Instructions:
-
-    compiler's estimate   estimated cycles / clock
-    Pallas kernels        FLOPs / (KERNEL_EFFICIENCY x peak); the FLOPs are those that the kernel declares;
-                          splash attention declares none, so its blocks are counted (`splash_flops`)
-    grouped matmuls       also Pallas kernels: FLOPs / (GROUPED_EFFICIENCY x peak), or the bytes that they declare /
-                          memory bandwidth if that is longer; for the tiles that are computed (`grouped_tiles`)
-    no estimate           bytes read and written / memory bandwidth
 """
 
 import importlib.util
 import itertools
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -44,9 +34,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import ANY_TPU, DEVICES, GENERATIONS, NETWORK_RATE, DeviceFigures, Generation
-from shmap_tp.layers.grouped_matmul import contracted_tile, feature_tile
-from shmap_tp.plan.hlo_parser import ARRAY, KERNEL, Computation, Instruction, bytes_accessed
+from shmap_tp.hardware.devices import ANY_TPU, DEVICES, GENERATIONS, NETWORK_RATE, Generation
 
 # Devices
 
@@ -291,121 +279,3 @@ class Side(NamedTuple):
     """Bytes/s that each device can receive along it."""
     hops: int
     """Hops of the longest route."""
-
-
-# Instructions
-
-KERNEL_EFFICIENCY = 0.6
-"""Fraction of the peak FLOP/s assumed for every Pallas kernel on every generation.  It has not been measured; see
-docs/performance-notes.md for where the number comes from."""
-
-GROUPED_EFFICIENCY = 0.7
-"""The same of grouped matmuls, whose waiting for memory is counted besides."""
-
-SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Matmuls per block.  fwd: scores, values.  dq: scores, dp, dq.  dkv: scores, dv, dp, dk; and dq where the kernel also
-returns it, one partial sum per block of keys: an array with one dim more than q."""
-
-
-def compute_seconds(
-    instruction: Instruction, computation: Computation, device: DeviceFigures, chosen_share: float = 1.0
-) -> tuple[float, float]:
-    """(seconds, bytes whose time had to be derived from the memory bandwidth) of one instruction.  `chosen_share`: that
-    of the rows of grouped matmuls which belong to any group."""
-    if instruction.estimated_cycles is not None:
-        return instruction.estimated_cycles / device.clock, 0.0
-    if KERNEL in instruction.attributes:
-        return kernel_seconds(instruction, device, chosen_share), 0.0
-    size = bytes_accessed(instruction, computation)
-    return size / device.memory_rate, size
-
-
-def kernel_seconds(instruction: Instruction, device: DeviceFigures, chosen_share: float) -> float:
-    """Seconds of a Pallas kernel.  Raises ValueError where its FLOPs are not known."""
-    flops, tiles = kernel_flops(instruction), grouped_tiles(instruction, chosen_share)
-    if tiles is None:
-        return flops / (KERNEL_EFFICIENCY * device.flops)
-    declared = float(re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)[1])
-    size = (declared - tiles.declared) * tiles.of_visits + tiles.read
-    return max(flops * tiles.of_shapes / (GROUPED_EFFICIENCY * device.flops), size / device.memory_rate)
-
-
-def kernel_flops(instruction: Instruction) -> float:
-    """FLOPs that a Pallas kernel declares, or those of splash attention.  Raises ValueError for any other kernel."""
-    found = re.search(r'"flops":"?(\d+)', instruction.attributes)
-    if found:
-        return float(found[1])
-    splash = re.search(r"\bsplash_m[hq]a_(fwd|dq|dkv)_", instruction.attributes)
-    if splash:
-        return splash_flops(splash[1], instruction)
-    raise ValueError(f"{instruction.name}: a kernel that does not declare its FLOPs (cost_estimate of pallas_call)")
-
-
-class GroupedTiles(NamedTuple):
-    """The tiles that a grouped matmul computes, relative to two others, and what it reads of the matrices."""
-
-    of_shapes: float
-    """Tiles computed, relative to the tiles of its shapes, whose FLOPs it declares."""
-    of_visits: float
-    """Tiles computed, relative to the most that it could compute, whose bytes it declares."""
-    declared: float = 0.0
-    """Bytes that it declares for matrices which stay in vector memory: one for each tile of rows."""
-    read: float = 0.0
-    """Bytes that it reads of these matrices: one for each group."""
-
-
-def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles | None:
-    """The tiles of a kernel of jax.experimental.pallas.ops.tpu.megablox; None for any other kernel.
-
-    A tile of rows is computed once for each group that has rows in it, and not at all beyond the last group: of E
-    groups E - 1 end within a tile.  The kernel receives the ends of the groups, and the group and number of every tile:
-    s32[E + 1], s32[tiles + E - 1] and again.  Tiles of features may exceed the matrix.
-    """
-    kernel = re.search(r"/jit\((t?gmm)\)/", instruction.attributes)
-    if kernel is None:
-        return None
-    operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", instruction.attributes)[1]
-    ends, visits, *_ = (int(size) for size in re.findall(r"s32\[(\d+)\]", operands))
-    (bits, *_), *_ = arrays = re.findall(r"(?:bf|f)(\d+)\[([\d,]+)\]", operands)
-    x, other = ([int(n) for n in dims.split(",")] for _, dims in arrays)
-    itemsize, has_matrices = int(bits) // 8, kernel[1] == "gmm"
-    out = math.prod(other[1:]) // x[1] if has_matrices else other[1]
-    contracted = contracted_tile(x[1], itemsize) if has_matrices else feature_tile(x[1])
-    sizes = (x[1], contracted), (out, feature_tile(out))
-    exceeding = math.prod((n + -n % tile) / n for n, tile in sizes)
-    boundaries = ends - 2
-    computed = chosen_share * (visits - boundaries) + boundaries
-    of_shapes, of_visits = exceeding * computed / (visits - boundaries), computed / visits
-    if not has_matrices or contracted < x[1]:
-        return GroupedTiles(of_shapes, of_visits)
-    matrix = x[1] * out * itemsize
-    return GroupedTiles(of_shapes, of_visits, visits * matrix, (ends - 1) * matrix)
-
-
-def splash_flops(phase: str, instruction: Instruction) -> float:
-    """FLOPs of a kernel of jax.experimental.pallas.ops.tpu.splash_attention under a causal mask.
-
-    2 x block_q x block_kv x K per matmul, for each block in which any query attends to any key; blocks on the diagonal
-    are computed in full.  With blocks of 512 at T = 2048 that is 10 of 16 blocks.  The block sizes are read from the
-    kernel's metadata, and a window from its scope; q[... T K] is its first floating-point operand with at least three
-    dims, and k[... S K] the next.  With more keys than queries these are the first and the last T / 2 of the row: what
-    one of S / T devices has; or, as the scope says, chunks of T behind as many keys.
-    """
-    text = instruction.attributes
-    suffix = "" if phase == "fwd" else f"_{phase}"
-    found = [re.search(rf'"{side}{suffix}\\": (\d+)', text) for side in ("block_q", "block_kv")]
-    operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", text)
-    shapes = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", operands[1] if operands else "")
-    if not all(found) or len(shapes) < 2 or shapes[0].count(",") < 2:
-        raise ValueError(f"{instruction.name}: the block sizes and the shapes of q and k cannot be read")
-    block_q, block_kv = (int(match[1]) for match in found)
-    (*outer, time, head_dim), (*_, keys, _) = ([int(size) for size in dims.split(",")] for dims in shapes[:2])
-    scope = re.search(r"\battend_window_(\d+)(_of_chunks)?\b", text)
-    window, are_last = (int(scope[1]), bool(scope[2])) if scope else (keys, False)
-    ends = np.arange(block_q, time + 1, block_q)  # of the blocks of queries
-    ends[ends > (0 if are_last else time / 2)] += keys - time
-    hidden = np.maximum(0, ends - block_q - window + 1) // block_kv
-    blocks = int(np.sum(-(-ends // block_kv) - hidden))
-    partial_dq = [dims for _, _, dims in ARRAY.findall(instruction.shape) if dims.count(",") > shapes[0].count(",")]
-    matmuls = SPLASH_MATMULS[phase] + bool(partial_dq)
-    return float(2 * math.prod(outer) * blocks * block_q * block_kv * head_dim * matmuls)

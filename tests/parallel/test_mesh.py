@@ -13,7 +13,7 @@ from shmap_tp.errors import UserError
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.parallel import mesh
 from shmap_tp.parallel.mesh import DP, DP_RING, DP_SLICE, MP, Role, axis_sizes, make_mesh, ring_permutation
-from shmap_tp.plan.aot_compile import coordinates
+from shmap_tp.plan.targets import coordinates
 from tests.helpers.fake_tpu_devices import fake_slice
 from tests.helpers.model_fixtures import mesh_config
 

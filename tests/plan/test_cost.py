@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from shmap_tp.plan.report import CALIBRATIONS
-from shmap_tp.plan.search.cost import Cost, short_count, token_count
+from shmap_tp.plan.search.output import Cost, short_count, token_count
 
 
 def test_tokens_are_given_as_people_write_them():

@@ -9,14 +9,13 @@ from jax.sharding import PartitionSpec as P
 from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.layers.grouped_matmul import in_kernels
 from shmap_tp.plan.hlo_parser import parse_hlo
-from shmap_tp.plan.tpu import (
+from shmap_tp.plan.tpu import Slice, topology_devices
+from shmap_tp.plan.tpu_instructions import (
     GROUPED_EFFICIENCY,
     KERNEL_EFFICIENCY,
-    Slice,
     grouped_tiles,
     kernel_flops,
     kernel_seconds,
-    topology_devices,
 )
 from tests.helpers.hlo_text import BYTES, MEMORY_RATE, US, X, module_text, run
 

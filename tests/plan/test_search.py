@@ -22,8 +22,7 @@ from shmap_tp.plan.search.candidates import (
 )
 from shmap_tp.plan.search.command import Space, finish, make_search
 from shmap_tp.plan.search.compiling import WORTH_TRYING, Search, ended
-from shmap_tp.plan.search.cost import Cost
-from shmap_tp.plan.search.output import Task, largest_share, limited_by, table
+from shmap_tp.plan.search.output import Cost, Task, largest_share, limited_by, table
 from shmap_tp.plan.targets import find_target, machine_of
 from tests.helpers.searching import RECORDED, config, made
 

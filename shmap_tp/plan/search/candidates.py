@@ -217,7 +217,7 @@ class Result:
         return self.estimate.peak_bytes if self.row is None else float(self.row.peak_bytes_per_device)
 
     def fits_in(self, limit_bytes: float) -> bool:
-        """What the compiler says, whose peak may include vector memory (`aot_compile.Compiled`), or the formulas with
+        """What the compiler says, whose peak may include vector memory (`targets.Compiled`), or the formulas with
         a margin."""
         if self.compile_seconds is None:
             return self.peak_bytes <= SURE * limit_bytes

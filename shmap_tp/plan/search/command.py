@@ -16,15 +16,17 @@ from shmap_tp.errors import UserError, first_line
 from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
 from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling
 from shmap_tp.plan.search.compiling import ChildProcess, Search, jobs_at_a_time
-from shmap_tp.plan.search.cost import Cost, parse_prices, short_count
 from shmap_tp.plan.search.output import (
+    Cost,
     Task,
     basis,
     command,
     fits_nowhere,
     legend,
     limited_by,
+    parse_prices,
     place,
+    short_count,
     slice_lines,
     table,
     trust,

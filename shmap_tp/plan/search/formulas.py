@@ -57,7 +57,7 @@ from shmap_tp.plan.search.collective_seconds import (
     planned_state_bytes,
 )
 from shmap_tp.plan.targets import Target, devices_of, machine_of
-from shmap_tp.plan.tpu import GROUPED_EFFICIENCY, KERNEL_EFFICIENCY
+from shmap_tp.plan.tpu_instructions import GROUPED_EFFICIENCY, KERNEL_EFFICIENCY
 
 WIDE, NARROW = 4, 2
 """Bytes of a float32 and of a bfloat16."""

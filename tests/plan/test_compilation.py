@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GIB
 from shmap_tp.parallel.mesh import DP, MP
-from shmap_tp.plan import aot_compile
-from shmap_tp.plan.aot_compile import Compiled, compile_ahead_of_time
+from shmap_tp.plan import targets
+from shmap_tp.plan.targets import Compiled, compile_ahead_of_time
 from tests.helpers.fake_tpu_devices import fake_slice
 
 
@@ -44,7 +44,7 @@ class FakeLowered:
         if self.fails:
             raise jax.errors.JaxRuntimeError(self.fails)
         if self.reports:
-            (folder / f"module_0000.jit_step.after_optimizations-{aot_compile.MEMORY_REPORT}").write_text(
+            (folder / f"module_0000.jit_step.after_optimizations-{targets.MEMORY_REPORT}").write_text(
                 "Memory Space: default (color=0)\nTotal bytes: 8 (8B)\n  cumulative_size;       size;\n\n"
                 "Memory Space: vmem (color=1)\nTotal bytes: 9 (9B)\n"
             )
@@ -72,7 +72,7 @@ def versions(monkeypatch) -> Callable[[str], None]:
     """versions(number) sets the version of JAX and libtpu."""
 
     def use(number: str) -> None:
-        monkeypatch.setattr(aot_compile.importlib.metadata, "version", lambda name: number)
+        monkeypatch.setattr(targets.importlib.metadata, "version", lambda name: number)
 
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     use("1")
@@ -182,7 +182,7 @@ def test_two_processes_may_write_the_same_cache_entry(tmp_path, monkeypatch):
 
     def replace_later(partial: Path, entry: Path) -> Path:
         monkeypatch.setattr(Path, "replace", replace)
-        monkeypatch.setattr(aot_compile.os, "getpid", lambda: 1)
+        monkeypatch.setattr(targets.os, "getpid", lambda: 1)
         assert compile_ahead_of_time(FakeLowered(), mesh(), tmp_path).fits
         return partial.replace(entry)
 

@@ -118,7 +118,7 @@ def test_a_report_shows_what_the_files_of_a_run_record(uninterrupted, tmp_path, 
 
 
 def test_a_run_that_was_killed_and_resumed_on_another_mesh_shows_each_start(tmp_path, figures):
-    """Of the lost steps 4 and 5 nothing is left, and of their sample neither."""
+    """Nothing is left of the lost steps 4 and 5, nor of their sample."""
     resumed = [{"segment": 1, "mesh": [8, 1], "step": step, "loss": 1 - step / 10} for step in (4, 5, 6)]
     third = {"segment": 2, "mesh": [2, 4], "step": 6, "loss": 0.3}
     run = write_run(tmp_path / "run", [{"loss": 1 - step / 10} for step in range(1, 6)] + resumed + [third])

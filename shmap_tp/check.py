@@ -8,6 +8,7 @@ else a run reads must be in a bucket or on a mount, and the mesh must have the d
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -27,7 +28,7 @@ from shmap_tp.data.batches import (
 from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy, prepare_command
 from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, refuse_first
 from shmap_tp.hardware.devices import RentedSlices, find_slices
 from shmap_tp.model.flops import parameters
 from shmap_tp.model.sharded_model import ModelComponents
@@ -96,10 +97,9 @@ def _check_directories(config: Config) -> None:
         if path is None or "://" in path or (key == "data.dir" and config.data.source != STDLIB):
             continue
         there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.exists(part))
-        if not there.is_dir():
-            raise UserError(f"{key}={path} cannot be written: {there} is a file; choose another")
-        if not os.access(there, os.W_OK):
-            raise UserError(f"{key}={path} cannot be written: no permission for {there}; choose another")
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            reason = f"no permission for {there}" if there.is_dir() else f"{there} is a file"
+            raise UserError(f"{key}={path} cannot be written: {reason}; choose another")
 
 
 def _mesh(config: Config) -> str:
@@ -174,24 +174,28 @@ def check_mesh(mesh: MeshConfig, slices: RentedSlices) -> None:
 
 def check_places(config: Config, slices: RentedSlices) -> None:
     """Raise UserError if the run would look for its data, its weights or its checkpoints on the disk of a host."""
+    refuse_first(_faults_of_places(config, slices))
+
+
+def _faults_of_places(config: Config, slices: RentedSlices) -> Iterator[str]:
     checkpoints = config.checkpoint.dir
     for name, data in each_source(config.data).items():
         if not _is_on_host(data.dir) or data.source == STDLIB:
             continue
         bucket = checkpoints.split("/")[2] if checkpoints.startswith("gs://") else "BUCKET"
         url, key = f"gs://{bucket}/{data.name}", f"data.sources.{name}.dir" if name else "data.dir"
-        raise UserError(
+        yield (
             f"{key}={data.dir} is on the disks of the hosts, which have no data; use {key}={url}, after\n"
             f"{prepare_and_copy(data, config.model.from_pretrained, url)}"
         )
     weights = config.model.from_pretrained
     if weights is not None and _is_on_host(weights):
-        raise UserError(
+        yield (
             f"model.from_pretrained={weights} is on this machine, but not on the hosts; give the absolute path "
             "of a directory that is here and on every host, such as a mounted bucket"
         )
     if slices.hosts > 1 and _is_on_host(checkpoints):
-        raise UserError(
+        yield (
             f"checkpoint.dir={checkpoints} is on the disk of each of {slices.hosts} hosts, which save "
             f"a checkpoint together; use checkpoint.dir=gs://BUCKET/{config.run.name}"
         )
@@ -251,7 +255,9 @@ def _check_checkpoints(config: Config) -> None:
                 f"gcloud storage buckets create {bucket} --location=REGION"
             )
     steps = [each for each in found if PurePath(each).name.isdecimal()]
-    if steps and resume == Resume.never:
-        raise UserError(f"{url} has checkpoints; continue with --resume, or choose another checkpoint.dir")
-    if not steps and resume == Resume.must:
-        raise UserError(f"--resume: no checkpoint in {url}; leave it out to start a new run there")
+    for is_wrong, fault in [
+        (steps and resume == Resume.never, f"{url} has checkpoints; continue with --resume, or choose another"),
+        (not steps and resume == Resume.must, f"--resume: no checkpoint in {url}; leave it out for a new run there"),
+    ]:
+        if is_wrong:
+            raise UserError(fault)

@@ -108,8 +108,6 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
     """
     from shmap_tp.config.validate import validate_process_arguments
 
-    if arguments.processes < 1:
-        raise UserError(f"--processes {arguments.processes} must be at least 1")
     validate_process_arguments(arguments.coordinator, arguments.process_id, arguments.processes)
     if arguments.processes == 1:
         with _explained_memory_errors():
@@ -180,12 +178,13 @@ def open_model(arguments: argparse.Namespace) -> "Model":
     Raises UserError if there is none, or it does not suit the mesh.
     """
     mesh = mesh_sizes(arguments.mesh, arguments.mesh_keys)
-    if arguments.pretrained is not None and arguments.step is not None:
-        raise UserError("--step names a checkpoint of a run; leave it out with --pretrained")
-    if arguments.pretrained is not None and arguments.components is not None:
-        raise UserError("--components is for a checkpoint of a run that had them; leave it out with --pretrained")
-    if arguments.adapter is not None and arguments.pretrained is None:
-        raise UserError("--adapter is for --pretrained; the checkpoint of a run with adapters has its own")
+    for name, is_of_pretrained, rule in [
+        ("step", False, "names a checkpoint of a run; leave it out with --pretrained"),
+        ("components", False, "is for a checkpoint of a run that had them; leave it out with --pretrained"),
+        ("adapter", True, "is for --pretrained; the checkpoint of a run with adapters has its own"),
+    ]:
+        if getattr(arguments, name) is not None and (arguments.pretrained is not None) != is_of_pretrained:
+            raise UserError(f"--{name} {rule}")
 
     with importing():
         from shmap_tp.api import Model, from_pretrained
@@ -208,12 +207,13 @@ def mesh_sizes(arguments: Sequence[str], keys: Sequence[str] = MESH_KEYS) -> dic
         key, _, value = argument.partition("=")
         is_number = value.isascii() and value.isdecimal() and len(value) < 10
         if key not in found or not is_number or int(value) < 1:
+            known = " or ".join(f"{key}=N" for key in keys)
+            rule = f"{argument!r} is not {known}; everything else is as in the checkpoint"
             if key == "mesh.cp" and key not in found:
-                raise UserError(
+                rule = (
                     f"{argument}: only training and evaluation split rows along time; for a prompt that does not fit\n"
                     f"one device use a larger mesh.mp, over which the heads of the cache are sharded"
                 )
-            known = " or ".join(f"{key}=N" for key in keys)
-            raise UserError(f"{argument!r} is not {known}; everything else is as in the checkpoint")
+            raise UserError(rule)
         found[key] = int(value)
     return {key.removeprefix("mesh."): value for key, value in found.items()}

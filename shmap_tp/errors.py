@@ -7,6 +7,7 @@ printed is `printable`, whatever it quotes.  `shown` and `first_line` make one l
 """
 
 import unicodedata
+from collections.abc import Iterable
 
 LONGEST_SHOWN = 200
 """Characters of a value in a message."""
@@ -23,6 +24,12 @@ class ShmapTpError(Exception):
 
 class UserError(ShmapTpError, ValueError):
     """The user's input cannot be used: a configuration value, a command-line argument, a data file, a directory."""
+
+
+def refuse_first(faults: Iterable[str]) -> None:
+    """Raise UserError with the first of `faults`, the messages of broken rules; later ones are not sought."""
+    for fault in faults:
+        raise UserError(fault)
 
 
 class HardwareError(ShmapTpError):

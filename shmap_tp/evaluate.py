@@ -4,14 +4,14 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shmap_tp.command_model import MESH_KEYS, joined, model_parser, open_model
 from shmap_tp.config.schema import Documents
 from shmap_tp.config.sources import each_source
 from shmap_tp.config.values import SCHEMES, check_path
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, refuse_first
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 
 DESCRIPTION = """\
@@ -96,28 +96,36 @@ def _octave(first: int) -> str:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     """Check the arguments, and print the result.  Raises UserError."""
-    for name in ("batch", "sequences", "limit"):
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value} must be at least 1")
-    if (arguments.fewshot or 0) < 0:
-        raise UserError(f"--fewshot {arguments.fewshot} must be at least 0")
+    refuse_first(_faults(arguments))
     if arguments.data is not None:
         check_path("--data", arguments.data, SCHEMES["data.dir"])
-    if arguments.tasks == []:
-        raise UserError("--tasks names no task; `lm-eval ls tasks` lists those of lm_eval")
-    wrong = ONLY_OF_FILES if arguments.tasks else ONLY_OF_TASKS
-    for name in wrong:
-        if getattr(arguments, name) is not None:
-            rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
-            raise UserError(f"--{name.replace('_', '-')} {rule}")
-    if arguments.field and not arguments.text:
-        raise UserError("--field needs --text PATH")
-    if arguments.text and (arguments.data or arguments.split):
-        raise UserError("--text is evaluated instead of --data and --split; leave them out")
     texts = _texts(arguments) if arguments.text else None
     with joined(arguments, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest()):
         result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_tokens(arguments, texts)
         print(json.dumps(result) if arguments.json else _table(result), flush=True)
+
+
+def _faults(arguments: argparse.Namespace) -> Iterator[str]:
+    for name in ("batch", "sequences", "limit"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            yield f"--{name} {value} must be at least 1"
+    if (arguments.fewshot or 0) < 0:
+        yield f"--fewshot {arguments.fewshot} must be at least 0"
+    if arguments.tasks == []:
+        yield "--tasks names no task; `lm-eval ls tasks` lists those of lm_eval"
+    wrong = ONLY_OF_FILES if arguments.tasks else ONLY_OF_TASKS
+    for name in wrong:
+        if getattr(arguments, name) is not None:
+            rule = "does not apply to --tasks; leave one of them out" if arguments.tasks else "needs --tasks NAME,..."
+            yield f"--{name.replace('_', '-')} {rule}"
+    if arguments.field and not arguments.text:
+        yield "--field needs --text PATH"
+    if arguments.text and (arguments.data or arguments.split):
+        yield "--text is evaluated instead of --data and --split; leave them out"
+    if "" in (arguments.text or []):
+        yield "--text is empty; name a file, or a directory"
+    if arguments.pretrained is not None and not (arguments.data or arguments.text or arguments.tasks):
+        yield "--pretrained needs --data DIR or --text FILE: the directory does not say what to evaluate"
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
@@ -148,8 +156,6 @@ def _texts(arguments: argparse.Namespace) -> list[str]:
     with importing():
         from shmap_tp.data.source_files import chunks_of, files_at, texts_of
 
-    if "" in arguments.text:
-        raise UserError("--text is empty; name a file, or a directory")
     files, field = [file for path in arguments.text for file in files_at(path)], arguments.field or "text"
     return [text for chunk in chunks_of(files, field) for text in texts_of(chunk, field)]
 
@@ -171,8 +177,6 @@ def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> 
         data = replace(data, documents=Documents(arguments.documents))
     if texts is not None:
         return evaluate_text(model.scoring_program, model.parameters, tokenizer, texts, limits, data.documents)
-    if arguments.pretrained is not None and arguments.data is None:
-        raise UserError("--pretrained needs --data DIR or --text FILE: the directory does not say what to evaluate")
     data = data if arguments.data is None else replace(data, dir=arguments.data, sources={})
     split = arguments.split or "validation"
     return evaluate_file(model.scoring_program, model.parameters, tokenizer, data, split, limits)

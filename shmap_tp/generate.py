@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from shmap_tp.command_model import (
     open_model,
     sampling_options,
 )
-from shmap_tp.errors import StorageError, UserError
+from shmap_tp.errors import StorageError, UserError, refuse_first
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 from shmap_tp.runtime.console import write_text
 
@@ -61,18 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else [])]
-    if not prompts:
-        raise UserError("there is no prompt; give --prompt TEXT or --prompts FILE")
+    refuse_first(_faults(arguments, prompts))
     with importing():
         from shmap_tp.data.tokenizer import check_text
     for number, prompt in enumerate(prompts):
         check_text(prompt, f"prompt {number}")
-    if arguments.batch < 1:
-        raise UserError(f"--batch {arguments.batch} must be at least 1")
-
-    if arguments.prompts and arguments.out and os.path.realpath(arguments.prompts) == os.path.realpath(arguments.out):
-        raise UserError(f"--out {arguments.out} is the file of --prompts, which it would replace; name another")
-
     with importing():
         from tqdm import tqdm
 
@@ -105,6 +98,15 @@ def _say_if_short(context: int, longest: int, new: int) -> None:
         print(
             f"model.context={context} ends answers after {room} tokens, before --max-new-tokens {new}", file=sys.stderr
         )
+
+
+def _faults(arguments: argparse.Namespace, prompts: list[str]) -> Iterator[str]:
+    if not prompts:
+        yield "there is no prompt; give --prompt TEXT or --prompts FILE"
+    if arguments.batch < 1:
+        yield f"--batch {arguments.batch} must be at least 1"
+    if arguments.prompts and arguments.out and os.path.realpath(arguments.prompts) == os.path.realpath(arguments.out):
+        yield f"--out {arguments.out} is the file of --prompts, which it would replace; name another"
 
 
 def _open_out(arguments: argparse.Namespace, stack: ExitStack) -> IO[str]:
@@ -153,27 +155,23 @@ def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int
 
 def _read_prompts(name: str) -> list[str]:
     """The prompts of a file, or of stdin for "-".  Raises UserError."""
-    with importing():
-        from shmap_tp.runtime.files import file_size
-
     try:
-        if name != "-" and file_size(Path(name)) is None:
-            raise UserError(f"--prompts {name} does not exist; name another file, or - for stdin")
         content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"--prompts {name} cannot be read: {error.strerror}; name another") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {name} is not UTF-8 at byte {error.start}; convert it") from error
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 at byte {error.start}"
+        raise UserError(
+            f"--prompts {name} cannot be read: {what}; convert it, or name another, or - for stdin"
+        ) from error
     lines = content.replace("\r\n", "\n").removesuffix("\n").split("\n") if content else []
     prompts = []
     for number, line in enumerate(lines, 1):
         try:
             prompt = json.loads(line)["prompt"] if name.endswith(".jsonl") else line
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            rule = 'must be an object such as {"prompt": "..."}'
-            raise UserError(f"--prompts {name}, line {number} {rule}") from error
+        except (ValueError, KeyError, TypeError, RecursionError):
+            prompt = None
         if not isinstance(prompt, str) or not prompt:
-            raise UserError(f"--prompts {name}, line {number}: the prompt is empty or not text")
+            more = ', in an object such as {"prompt": "..."}' if name.endswith(".jsonl") else ""
+            raise UserError(f"--prompts {name}, line {number} must be a prompt that is not empty{more}")
         prompts.append(prompt)
     return prompts
 

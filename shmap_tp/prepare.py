@@ -7,12 +7,13 @@ python -m shmap_tp.prepare --preferences FILES --tokenizer DIR --out data/pairs
 
 import argparse
 import sys
+from collections.abc import Iterator
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, refuse_first
 from shmap_tp.runtime.command_line import end_without_readers, importing, raising, run_command
 
 if TYPE_CHECKING:
@@ -136,6 +137,25 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(lambda: _prepare(arguments))
 
 
+def _faults(arguments: argparse.Namespace, of_chat: bool) -> Iterator[str]:
+    if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
+        yield f"--pack {row} must be the model.context of the runs that will read it, such as 2048"
+    if not 0 < arguments.validation < 1:
+        yield f"--validation {arguments.validation} is not between 0 and 1; 0.01 uses 1% for validation"
+    if arguments.workers is not None and not 1 <= arguments.workers <= 1024:
+        yield f"--workers {arguments.workers} must be a number of processes, such as 8"
+    if not arguments.tokenizer:
+        yield "--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub"
+    of_template = "template", "template_argument", "date", "special_tokens_in_text", "cut"
+    for name in ("endings", "field", "train_tokenizer", "workers") if of_chat else of_template:
+        if getattr(arguments, name):
+            rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat or --preferences"
+            yield f"--{name.replace('_', '-')} {rule}"
+    for name in ("endings", "field") if arguments.source == "stdlib" else ():
+        if getattr(arguments, name):
+            yield f"--{name} does not apply to --source stdlib; leave it out, or name files with --text"
+
+
 def _prepare(arguments: argparse.Namespace) -> None:
     """Prepare the data, and print what they are.  Raises UserError."""
     with importing():
@@ -144,23 +164,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
         from shmap_tp.data.staging import has_parts
         from shmap_tp.data.tokenizing import default_workers
 
-    if (row := arguments.pack) is not None and not 2 <= row < 1 << 24:
-        raise UserError(f"--pack {row} must be the model.context of the runs that will read it, such as 2048")
-    if not 0 < arguments.validation < 1:
-        raise UserError(f"--validation {arguments.validation} is not between 0 and 1; 0.01 uses 1% for validation")
-    if arguments.workers is not None and not 1 <= arguments.workers <= 1024:
-        raise UserError(f"--workers {arguments.workers} must be a number of processes, such as 8")
-    if not arguments.tokenizer:
-        raise UserError("--tokenizer has no name; give bytes, a JSON file, a model's directory or a name on the hub")
     of_chat = bool(arguments.chat or arguments.preferences) or arguments.source == "conversations"
-    of_template = "template", "template_argument", "date", "special_tokens_in_text", "cut"
-    for name in ("endings", "field", "train_tokenizer", "workers") if of_chat else of_template:
-        if getattr(arguments, name):
-            rule = "does not apply to conversations; leave it out" if of_chat else "needs --chat or --preferences"
-            raise UserError(f"--{name.replace('_', '-')} {rule}")
-    for name in ("endings", "field") if arguments.source == "stdlib" else ():
-        if getattr(arguments, name):
-            raise UserError(f"--{name} does not apply to --source stdlib; leave it out, or name files with --text")
+    refuse_first(_faults(arguments, of_chat))
     try:
         source, tokenizer, row = _conversations(arguments) if of_chat else _texts(arguments)
         with raising():  # SIGTERM removes what was written as Ctrl-C does

@@ -5,7 +5,7 @@ What depends on the devices of the machine is checked where they are known: `par
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
@@ -30,8 +30,8 @@ from shmap_tp.config.schema import (
     padded_vocabulary,
 )
 from shmap_tp.config.sources import check_sources
-from shmap_tp.config.values import check_values
-from shmap_tp.errors import UserError, shown
+from shmap_tp.config.values import faults_of_values
+from shmap_tp.errors import UserError, refuse_first, shown
 
 EXPERT_MATRICES = {"all", "mlp", "gate", "up", "down"}
 """Names in model.adapter.matrices that would be of matrices of experts."""
@@ -39,21 +39,26 @@ EXPERT_MATRICES = {"all", "mlp", "gate", "up", "down"}
 
 def validate(config: Config) -> None:
     """Check every rule that does not depend on the machine.  Raises UserError naming the first that is broken."""
+    refuse_first(_faults(config))
+
+
+def _faults(config: Config) -> Iterator[str]:
+    """What is said of each rule that is broken, in an order in which a rule may rely on those before it."""
     mesh, model = config.mesh, config.model
     if isinstance(mesh.dp, str) and mesh.dp != AUTO:
-        raise UserError(f"mesh.dp={mesh.dp} must be an integer or {AUTO}")
-    check_values(config)
-    _check_source(config.data)
+        yield f"mesh.dp={mesh.dp} must be an integer or {AUTO}"
+    yield from faults_of_values(config)
+    yield from _faults_of_source(config.data)
     check_sources(config.data)
-    _check_schedule(config.optimizer, config.train.steps)
-    _check_profile(config.train)
-    _check_mp(mesh, model)
-    _check_time_cut(mesh, model)
-    _check_experts(mesh, model)
-    _check_positions(model)
-    _check_layers(model)
-    _check_combinations(config)
-    _check_batch(mesh, config.train)
+    yield from _faults_of_schedule(config.optimizer, config.train.steps)
+    yield from _faults_of_profile(config.train)
+    yield from _faults_of_mp(mesh, model)
+    yield from _faults_of_time_cut(mesh, model)
+    yield from _faults_of_experts(mesh, model)
+    yield from _faults_of_positions(model)
+    yield from _faults_of_layers(model)
+    yield from _faults_of_combinations(config)
+    yield from _faults_of_batch(mesh, config.train)
 
 
 def resolve_auto(config: Config, devices: int | None = None) -> Config:
@@ -67,14 +72,13 @@ def resolve_auto(config: Config, devices: int | None = None) -> Config:
         if devices is None:
             raise UserError(f"mesh.dp={AUTO} is only for training, on all available devices; give mesh.dp as a number")
         what, fit = f"the {devices} available devices (mesh.dp={AUTO})", _fitting_mp(mesh, config.model)
-        _check_divides("mesh.cp", mesh.cp, what, devices)
+        refuse_first(_indivisible("mesh.cp", mesh.cp, what, devices))
         what = what if mesh.cp == 1 else f"{what} / mesh.cp={mesh.cp}"
-        _check_divides("mesh.mp", mesh.mp, what, devices // mesh.cp, [n for n in fit if devices // mesh.cp % n == 0])
+        fit = [n for n in fit if devices // mesh.cp % n == 0]
+        refuse_first(_indivisible("mesh.mp", mesh.mp, what, devices // mesh.cp, fit))
         mesh = replace(mesh, dp=devices // mesh.cp // mesh.mp)
-        try:
-            validate(replace(config, mesh=mesh))
-        except UserError as error:
-            raise UserError(f"mesh.dp={AUTO} is {mesh.dp} on {devices} devices, and {error}") from error
+        faults = _faults(replace(config, mesh=mesh))
+        refuse_first(f"mesh.dp={AUTO} is {mesh.dp} on {devices} devices, and {fault}" for fault in faults)
     sequences = train.batch // train.microbatches // mesh.dp
     limit = train.max_sequences_per_device or sequences
     factor = next(n for n in range(1, sequences + 1) if sequences % n == 0 and sequences // n <= limit)
@@ -83,71 +87,75 @@ def resolve_auto(config: Config, devices: int | None = None) -> Config:
 
 def validate_process_arguments(coordinator: str | None, process_id: int | None, processes: int) -> None:
     """Check --coordinator and --process-id against mesh.processes.  Raises UserError."""
+    refuse_first(_faults_of_processes(coordinator, process_id, processes))
+
+
+def _faults_of_processes(coordinator: str | None, process_id: int | None, processes: int) -> Iterator[str]:
+    if processes < 1:
+        yield f"--processes {processes} must be at least 1"
     if coordinator is None and process_id is None:
         return
     if coordinator is None or process_id is None:
         missing = "--coordinator HOST:PORT" if coordinator is None else "--process-id I"
-        raise UserError(f"--coordinator and --process-id must be given together; add {missing}")
+        yield f"--coordinator and --process-id must be given together; add {missing}"
     address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):([0-9]{1,5})", coordinator)
     if not address or not 0 < int(address[2]) < 2**16:
-        raise UserError(
+        yield (
             f"--coordinator {coordinator!r} is not HOST:PORT; use for example --coordinator 10.0.0.2:8476, or "
             f"[fd00::2]:8476 with IPv6; a port is from 1 to 65535"
         )
     if processes == 1:
-        raise UserError("--coordinator needs several processes, but mesh.processes=1; add --processes N")
+        yield "--coordinator needs several processes, but mesh.processes=1; add --processes N"
     if not 0 <= process_id < processes:
-        raise UserError(
-            f"--process-id {process_id} is out of range for --processes {processes}; use 0 to {processes - 1}"
-        )
+        yield f"--process-id {process_id} is out of range for --processes {processes}; use 0 to {processes - 1}"
 
 
-def _check_source(data: DataConfig) -> None:
+def _faults_of_source(data: DataConfig) -> Iterator[str]:
     words = ["null"] if data.source is None else data.source.split()
     if words not in (["null"], ["stdlib"]) and words[:1] not in (["--text"], ["--dataset"], ["--source"]):
-        raise UserError(
+        yield (
             f"data.source={data.source}: there is no such source; use stdlib, null, or the arguments of "
             f"`python -m shmap_tp.prepare`\nthat prepare data.dir, such as '--dataset NAME' or '--text FILES'"
         )
 
 
-def _check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
+def _faults_of_schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
     fraction, end, warmup = optimizer.decay_fraction, optimizer.decay_steps, optimizer.warmup_steps
     if optimizer.schedule == Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
         return
     if end <= warmup:
-        raise UserError(
+        yield (
             f"optimizer.decay_steps={end} must be above optimizer.warmup_steps={warmup}: the decay follows the "
             f"warm-up, and both count from the first step"
         )
     decay = round(fraction * end)
     if optimizer.schedule == Schedule.wsd and not 1 <= decay <= end - warmup:
-        raise UserError(
+        yield (
             f"optimizer.decay_fraction={fraction} of optimizer.decay_steps={end} is {decay} steps, which must be from "
             f"1 to {end - warmup},\nthe steps after optimizer.warmup_steps={warmup}; change one of them, or use "
             f"optimizer.schedule=linear or constant"
         )
 
 
-def _check_profile(train: TrainConfig) -> None:
+def _faults_of_profile(train: TrainConfig) -> Iterator[str]:
     profile, steps = train.profile, train.steps
     is_pair = profile is None or (len(profile) == 2 and all(isinstance(step, int) for step in profile))
     if not is_pair or (profile and not profile[0] <= profile[1] <= steps):
-        raise UserError(
+        yield (
             f"train.profile={shown(profile)} must be [first, last], two steps from 1 to train.steps={steps}, "
             f"such as [{min(10, steps)},{min(12, steps)}]; null disables profiling"
         )
 
 
-def _check_mp(mesh: MeshConfig, model: ModelConfig) -> None:
+def _faults_of_mp(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
     where = {"context": f"model {model.name}, mesh.tensor_parallel={mesh.tensor_parallel}"}
     for what, size in _cut_along_mp(mesh, model).items():
         in_model = where.get(what, f"model {model.name}")
-        _check_divides("mesh.mp", mesh.mp, f"{what}={size} ({in_model})", size, _fitting_mp(mesh, model))
+        yield from _indivisible("mesh.mp", mesh.mp, f"{what}={size} ({in_model})", size, _fitting_mp(mesh, model))
     if model.heads % model.kv_heads:
-        raise UserError(f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor")
+        yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}; choose a divisor"
     if model.kv_heads % mesh.mp and mesh.mp % model.kv_heads:
-        raise UserError(
+        yield (
             f"mesh.mp={mesh.mp} neither divides kv_heads={model.kv_heads} (model {model.name}) nor is a multiple of it;"
             f" use mesh.mp in {{{', '.join(map(str, _fitting_mp(mesh, model)))}}}"
         )
@@ -169,7 +177,7 @@ def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
     return [n for n in divisors(math.gcd(*sizes)) if kv_heads % n == 0 or n % kv_heads == 0]
 
 
-def _check_time_cut(mesh: MeshConfig, model: ModelConfig) -> None:
+def _faults_of_time_cut(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
     """Rows are cut in two chunks for each rank of cp, and their parts again over mp where its mode does that."""
     is_cut_again = mesh.tensor_parallel != TensorParallelMode.all_reduce
     parts, what = (math.lcm(2, mesh.mp), "2 and mesh.mp") if is_cut_again else (2, "2")
@@ -177,87 +185,88 @@ def _check_time_cut(mesh: MeshConfig, model: ModelConfig) -> None:
         fit = [n for n in range(1, min(model.context, 1024) + 1) if model.context % (n * parts) == 0]
         choices = f"mesh.cp in {{{', '.join(map(str, fit))}}}, or " if fit else ""
         longer = -(-model.context // (mesh.cp * parts)) * mesh.cp * parts
-        raise UserError(
+        yield (
             f"mesh.cp={mesh.cp}: model.context={model.context} (model {model.name}) cannot be cut in {mesh.cp} parts "
             f"that {what} divide; use {choices}model.context={longer}"
         )
 
 
-def _check_experts(mesh: MeshConfig, model: ModelConfig) -> None:
+def _faults_of_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
     if not model.experts:
         return
     if model.experts_per_token > model.experts:
-        raise UserError(
+        yield (
             f"model.experts_per_token={model.experts_per_token} is above model.experts={model.experts} (model "
             f"{model.name}); use at most {model.experts}"
         )
     if model.experts % (mesh.ep * mesh.mp):
         fit = [n for n in range(1, model.experts + 1) if model.experts % (n * mesh.mp) == 0]
-        raise UserError(
+        yield (
             f"mesh.ep={mesh.ep} x mesh.mp={mesh.mp} does not divide experts={model.experts} (model {model.name}); use "
             f"mesh.ep in {{{', '.join(map(str, fit))}}}"
         )
     if mesh.ep > 1 and mesh.dp != AUTO and mesh.dp % (mesh.slices * mesh.ep):
         ranks = f"mesh.dp={mesh.dp}" + (f" / mesh.slices={mesh.slices}" if mesh.slices > 1 else "")
         fit = [n for n in range(1, mesh.dp + 1) if mesh.dp % (n * mesh.slices) == 0]
-        raise UserError(
+        yield (
             f"mesh.ep={mesh.ep} does not divide {ranks}, of which it is a part; use mesh.ep in "
             f"{{{', '.join(map(str, fit))}}}"
         )
 
 
-def _check_positions(model: ModelConfig) -> None:
+def _faults_of_positions(model: ModelConfig) -> Iterator[str]:
     rotated = model.rotary_dim or model.head_dim
     if model.positions == PositionKind.rotary and (rotated % 2 or rotated > model.head_dim):
         key = "head_dim" if model.rotary_dim is None else "rotary_dim"
-        raise UserError(
+        yield (
             f"model.{key}={rotated} must be even for model.positions=rotary, which rotates pairs of elements, and at "
             f"most model.head_dim={model.head_dim} (model {model.name})"
         )
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
     is_yarn = model.rotary_scaling in (RotaryScaling.yarn, RotaryScaling.yarn_unrounded)
     if (is_yarn or model.rotary_scaling == RotaryScaling.llama3) and not 0 < low < high:
-        raise UserError(
+        yield (
             f"model.rotary_low_frequency_factor={low} must be above 0 and below "
             f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
         )
     if is_yarn and model.rotary_base <= 1:
-        raise UserError(
+        yield (
             f"model.rotary_base={model.rotary_base} gives all pairs one rate, and "
             f"model.rotary_scaling={model.rotary_scaling} needs rates that differ; use a base above 1"
         )
 
 
-def _check_layers(model: ModelConfig) -> None:
+def _faults_of_layers(model: ModelConfig) -> Iterator[str]:
     pattern = model.layer_pattern
     name = f"model.layer_pattern=[{','.join(pattern)}]"
     if len(pattern) > model.layers:
-        raise UserError(
+        yield (
             f"{name} has {len(pattern)} elements, more than model.layers={model.layers} (model {model.name}); "
             f"remove those that no layer has"
         )
     if pattern and (LayerKind.local in pattern) != (model.window is not None):
         reason = "has no local layer" if model.window else "has local layers, which need a window"
-        raise UserError(
+        yield (
             f"{name} {reason}, but model.window={shown(model.window)} (model {model.name}); change one of them, or use "
             f"model.layer_pattern=[]"
         )
     for saved in model.offload:
         if saved not in SAVED_BY_REMAT[model.remat]:
             policies = ", ".join(remat for remat, names in SAVED_BY_REMAT.items() if saved in names)
-            raise UserError(
+            yield (
                 f"model.offload has {saved}, which model.remat={model.remat} does not save; "
                 f"use model.remat in {{{policies}}}"
             )
 
 
-def _check_combinations(config: Config) -> None:
-    """Raise UserError for two settings, each of which is allowed alone."""
+def _faults_of_combinations(config: Config) -> Iterator[str]:
+    """Two settings, each of which is allowed alone."""
+    found: list[str] = []
     mesh, model, train, rank = config.mesh, config.model, config.train, config.model.adapter.rank
 
     def refuse(is_given: object, one: str, other: str, instead: str) -> None:
         if is_given:
-            raise UserError(f"{one} cannot be combined with {other} (model {model.name}); use {instead}")
+            found.append(f"{one} cannot be combined with {other} (model {model.name}); use {instead}")
 
     adapter, cp, experts = f"model.adapter.rank={rank}", f"mesh.cp={mesh.cp}", f"model.experts={model.experts}"
     if mesh.fsdp_gradients == FsdpGradients.ring:
@@ -300,26 +309,29 @@ def _check_combinations(config: Config) -> None:
         what = f"{adapter}, whose checkpoints have adapters alone"
         bias = f"model.router_bias_rate={model.router_bias_rate}"
         refuse(rank and model.router_bias_rate, bias, what, "model.router_bias_rate=null")
+    yield from found
 
 
-def _check_batch(mesh: MeshConfig, train: TrainConfig) -> None:
-    _check_divides("train.microbatches", train.microbatches, f"train.batch={train.batch}", train.batch)
+def _faults_of_batch(mesh: MeshConfig, train: TrainConfig) -> Iterator[str]:
+    yield from _indivisible("train.microbatches", train.microbatches, f"train.batch={train.batch}", train.batch)
     if mesh.dp == AUTO:
         return
     devices = f"the {mesh.devices} devices of mesh {product_in_words(mesh)}"
-    _check_divides("mesh.processes", mesh.processes, devices, mesh.devices)
-    _check_divides("mesh.slices", mesh.slices, f"mesh.dp={mesh.dp} (a row or an mp group cannot span slices)", mesh.dp)
+    yield from _indivisible("mesh.processes", mesh.processes, devices, mesh.devices)
+    yield from _indivisible(
+        "mesh.slices", mesh.slices, f"mesh.dp={mesh.dp} (a row or an mp group cannot span slices)", mesh.dp
+    )
     microbatch = train.batch // train.microbatches
     what = f"a microbatch of {microbatch} sequences (train.batch / train.microbatches)"
-    _check_divides("mesh.dp", mesh.dp, what, microbatch)
+    yield from _indivisible("mesh.dp", mesh.dp, what, microbatch)
 
 
-def _check_divides(key: str, divisor: int, what: str, size: int, fit: list[int] | None = None) -> None:
-    """Raise UserError unless `divisor`, the value of `key`, divides `size`, which the message calls `what`.  `fit`: the
+def _indivisible(key: str, divisor: int, what: str, size: int, fit: list[int] | None = None) -> Iterator[str]:
+    """The fault that `divisor`, the value of `key`, does not divide `size`, which the message calls `what`.  `fit`: the
     values to use instead, by default all that divide `size`."""
     if size % divisor:
         advised = ", ".join(map(str, divisors(size) if fit is None else fit))
-        raise UserError(f"{key}={divisor} does not divide {what}; use {key} in {{{advised}}}")
+        yield f"{key}={divisor} does not divide {what}; use {key} in {{{advised}}}"
 
 
 def divisors(size: int) -> list[int]:

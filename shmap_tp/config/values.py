@@ -21,7 +21,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from shmap_tp.config.schema import Config
-from shmap_tp.errors import UserError, shown
+from shmap_tp.errors import refuse_first, shown
 
 SECTIONS = {name: field.type for name, field in Config.__dataclass_fields__.items()}
 """The dataclass of each section of a configuration."""
@@ -93,24 +93,24 @@ def value_of(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
-def check_values(config: Config) -> None:
-    """Raise UserError, naming the key, if a value breaks a rule of its field."""
+def faults_of_values(config: Config) -> Iterator[str]:
+    """What is said of each value that breaks a rule of its field."""
     for key, rules in RULES.items():
         value = value_of(config, key)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int | float) and not isinstance(item, bool):
-                _check_number(key, item, rules)
+                yield from _faults_of_number(key, item, rules)
             if item == "" and "schemes" not in rules:
                 what = "has an empty text" if isinstance(value, list) else "is empty"
-                raise UserError(f"{key} {what}; give it a value")
+                yield f"{key} {what}; give it a value"
         if value is not None and "schemes" in rules:
-            check_path(key, value, rules["schemes"])
+            yield from _faults_of_path(key, value, rules["schemes"])
         if value not in (None, rules.get("unless")):
             for needed in rules.get("needs", "").split():
-                _check_needed(config, key, value, needed, rules.get("unless"))
+                yield from _faults_of_needed(config, key, value, needed, rules.get("unless"))
 
 
-def _check_number(key: str, value: int | float, rules: Mapping[str, Any]) -> None:
+def _faults_of_number(key: str, value: int | float, rules: Mapping[str, Any]) -> Iterator[str]:
     if "zero_is_null" in rules and value == 0:
         return
     least, above, most, below = rules.get("least", 1), rules.get("above"), rules.get("most"), rules.get("below")
@@ -127,17 +127,17 @@ def _check_number(key: str, value: int | float, rules: Mapping[str, Any]) -> Non
         words += " in float32"
     if not within:
         usual = f"; {rules['usual']} is usual" if "usual" in rules else ""
-        raise UserError(f"{key}={shown(value)} must be {words}{usual}")
+        yield f"{key}={shown(value)} must be {words}{usual}"
 
 
-def _check_needed(config: Config, key: str, value: Any, needed: str, without: Any) -> None:
-    """Raise UserError unless `needed`, such as model.positions=rotary, or model.experts, is so."""
+def _faults_of_needed(config: Config, key: str, value: Any, needed: str, without: Any) -> Iterator[str]:
+    """The fault that `needed`, such as model.positions=rotary, or model.experts, is not so."""
     other, _, wanted = needed.partition("=")
     actual = value_of(config, other)
     if shown(actual) == wanted if wanted else actual:
         return
     model = f" (model {config.model.name})" if key.startswith("model.") else ""
-    raise UserError(
+    yield (
         f"{key}={shown(value)} needs {needed if wanted else f'a value of {other}'}, but {other}={shown(actual)}{model};"
         f" change that, or use {key}={shown(without)}"
     )
@@ -145,13 +145,17 @@ def _check_needed(config: Config, key: str, value: Any, needed: str, without: An
 
 def check_path(key: str, path: str, schemes: tuple[str, ...]) -> None:
     """Raise UserError if `path`, the value of `key`, is a URL of none of `schemes`, or has a ~ that no shell sees."""
+    refuse_first(_faults_of_path(key, path, schemes))
+
+
+def _faults_of_path(key: str, path: str, schemes: tuple[str, ...]) -> Iterator[str]:
     if not path:
-        raise UserError(f"{key} is empty; name a directory, or . for the working directory")
+        yield f"{key} is empty; name a directory, or . for the working directory"
     if path.startswith("~"):
-        raise UserError(
+        yield (
             f"{key}={shown(path)}: only a shell replaces ~; write $HOME on the command line, ${{oc.env:HOME}} in a file"
         )
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", path)
     if scheme and not (scheme[1] in schemes and re.match(r"[a-z]+://[^/]+", path)):
         allowed = " or ".join(["a path of this machine", *(f"{scheme}://BUCKET/..." for scheme in schemes)])
-        raise UserError(f"{key}={shown(path)} is not {allowed}; name another directory")
+        yield f"{key}={shown(path)} is not {allowed}; name another directory"

@@ -14,7 +14,7 @@ from operator import index
 import numpy as np
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.errors import UserError, shown
+from shmap_tp.errors import UserError, refuse_first, shown
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.inference.sampling import NO_TOKEN, Filters, Sampling
 from shmap_tp.model.transformer import Transformer
@@ -54,15 +54,18 @@ class Options:
     """Tokens between two looks at whether all sequences have ended."""
 
     def __post_init__(self) -> None:
+        refuse_first(self._faults())
+
+    def _faults(self) -> Iterator[str]:
         for name, kind in self.__annotations__.items():
             value = getattr(self, name)
             if kind is int and not is_integer(value):
-                raise UserError(f"{name}={shown(value)} must be an integer")
+                yield f"{name}={shown(value)} must be an integer"
             if kind is float and not (is_integer(value) or isinstance(value, float | np.floating)):
-                raise UserError(f"{name}={shown(value)} must be a number")
+                yield f"{name}={shown(value)} must be a number"
         stop = self.stop_tokens
         if isinstance(stop, str) or not np.ndim(stop) or not all(map(is_integer, stop)):
-            raise UserError(f"stop_tokens={shown(stop)} must be token ids, for example (0,)")
+            yield f"stop_tokens={shown(stop)} must be token ids, for example (0,)"
         for name, valid, rule in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             (
@@ -79,7 +82,7 @@ class Options:
             ("decode_tokens", self.decode_tokens >= 1, "at least 1"),
         ):
             if not valid:
-                raise UserError(f"{name}={shown(getattr(self, name))} must be {rule}")
+                yield f"{name}={shown(getattr(self, name))} must be {rule}"
 
     @property
     def filters(self) -> Filters:
@@ -198,24 +201,28 @@ def _padded(prompts: Sequence[Sequence[int]], requests: Sequence[int] | None, dp
 
 def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
     """Raise UserError as `stream` does."""
+    refuse_first(_faults_of_prompts(prompts, model))
+
+
+def _faults_of_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> Iterator[str]:
     if not len(prompts):
-        raise UserError("there is no prompt; give at least one")
+        yield "there is no prompt; give at least one"
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not np.ndim(prompt):
-            raise UserError(f"prompt {number} must be a list of token ids, not {prompt!r}; encode text first")
+            yield f"prompt {number} must be a list of token ids, not {prompt!r}; encode text first"
         if not len(prompt):
-            raise UserError(f"prompt {number} is empty; give at least one token")
+            yield f"prompt {number} is empty; give at least one token"
         for token in prompt:
             if not is_integer(token):
-                raise UserError(f"prompt {number} has {shown(token)}, which is not a token id; give integers")
+                yield f"prompt {number} has {shown(token)}, which is not a token id; give integers"
         wrong = next((token for token in prompt if not 0 <= token < model.vocabulary), None)
         if wrong is not None:
-            raise UserError(
+            yield (
                 f"prompt {number} has token id {wrong}, which is not in 0 to {model.vocabulary - 1} "
                 f"(model.vocabulary={model.vocabulary})"
             )
         if len(prompt) >= model.context:
-            raise UserError(
+            yield (
                 f"prompt {number} has {len(prompt)} tokens, which leave no room for a new one in "
                 f"model.context={model.context}; shorten it"
             )

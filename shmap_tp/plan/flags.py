@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,7 +12,7 @@ from shmap_tp.config.compose import CONF, load, quoted
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.config.yaml_files import as_installed
-from shmap_tp.errors import UserError, shown
+from shmap_tp.errors import UserError, refuse_first, shown
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.pretrained.configuration import derive_model
 
@@ -135,20 +136,22 @@ def _open_for_writing(file: Path) -> None:
 
 def check_flags(arguments: argparse.Namespace) -> None:
     """Check what the configuration does not: flags that would be ignored, and output files that cannot be written."""
+    refuse_first(_faults(arguments))
+    check_outputs(arguments)
+
+
+def _faults(arguments: argparse.Namespace) -> Iterator[str]:
     given = vars(arguments)
     for name in (DP, MP, "batch", "context", "microbatches", "steps"):
         if given.get(name) is not None and given[name] < 1:
-            raise UserError(f"--{name} {given[name]} is too small; it must be 1 or more")
+            yield f"--{name} {given[name]} is too small; it must be 1 or more"
     if given.get("emulate") and (given.get("topology") is not None or given.get("slices") is not None):
-        raise UserError("--topology and --slices apply to TPUs only; omit them, or omit --emulate to predict")
+        yield "--topology and --slices apply to TPUs only; omit them, or omit --emulate to predict"
     slices = _slices(arguments)
     if slices < 1:
-        raise UserError(f"--slices {slices} is too small; it must be 1 or more")
+        yield f"--slices {slices} is too small; it must be 1 or more"
     if given.get(DP) is not None and given[DP] % slices:
-        raise UserError(
-            f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"
-        )
-    check_outputs(arguments)
+        yield f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"
 
 
 def command_line(script: str = "") -> str:

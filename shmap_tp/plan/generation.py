@@ -10,6 +10,7 @@ A decode step reads the weights and the whole cache of its device once, so the m
 
 import argparse
 import importlib.metadata
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.schema import Config, HeldIn, Zero
-from shmap_tp.errors import UserError
+from shmap_tp.errors import UserError, refuse_first
 from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.inference.cache import cache_bytes
@@ -145,7 +146,7 @@ def predict_generation(
 
     Raises UserError if dp does not divide the batch, the sequences exceed model.context, or there are several slices.
     """
-    _check(config, requests)
+    refuse_first(_faults(config, requests))
     devices = topology_devices(target)
     mesh = make_mesh(config.mesh, devices)
     kind = devices[0].device_kind
@@ -221,23 +222,21 @@ def _integers(mesh: Mesh, shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
 
 
-def _check(config: Config, requests: Requests) -> None:
+def _faults(config: Config, requests: Requests) -> Iterator[str]:
     for flag, value in (
         ("--batch", requests.batch),
         ("--prompt-tokens", requests.prompt),
         ("--new-tokens", requests.new),
     ):
         if value < 1:
-            raise UserError(f"{flag} {value} is too small; it must be 1 or more")
+            yield f"{flag} {value} is too small; it must be 1 or more"
     if config.mesh.slices > 1:
-        raise UserError("generation is planned on one slice; omit --slices, and serve more prompts on each slice alone")
+        yield "generation is planned on one slice; omit --slices, and serve more prompts on each slice alone"
     if requests.batch % config.mesh.dp:
-        raise UserError(
-            f"--batch {requests.batch} is not divisible by --dp {config.mesh.dp}, which serves different prompts"
-        )
+        yield f"--batch {requests.batch} is not divisible by --dp {config.mesh.dp}, which serves different prompts"
     tokens = requests.prompt + requests.new
     if tokens > config.model.context:
-        raise UserError(
+        yield (
             f"--prompt-tokens {requests.prompt} and --new-tokens {requests.new} are {tokens} tokens, above "
             f"model.context={config.model.context}; shorten them, or raise --context"
         )

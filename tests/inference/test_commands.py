@@ -96,7 +96,7 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompt", "a", "mesh.mp=3"], "mesh.mp=3 does not divide heads=8"),
         (["--prompt", "a", "model.width=3"], "is not mesh.dp=N or mesh.mp=N"),
         (["--prompt", "a", "mesh.dp=0"], "is not mesh.dp=N or mesh.mp=N"),
-        (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt does not exist; name another file, or - for stdin"),
+        (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read: No such file or directory"),
         (["--prompts", "/dev/zero"], "/dev/zero is a device, but a file is needed; name another"),
         (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json: no such file"),
         (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
@@ -123,10 +123,14 @@ def test_what_generate_refuses(run, capsys, arguments, message):
         ("lines.txt", b"1\r\n2\x0c3\n", ["1", "2\x0c3"]),
         ("marked.txt", b"\xef\xbb\xbf1", ["1"]),
         ("separator.jsonl", '{"prompt": "1\u2028"}\n'.encode(), ["1\u2028"]),
-        ("blank.txt", b"1\n\n2\n", "line 2: the prompt is empty or not text"),
-        ("blank.jsonl", b'{"prompt": "1"}\n\n', 'line 2 must be an object such as {"prompt": "..."}'),
-        ("number.jsonl", b'{"prompt": 1}\n', "line 1: the prompt is empty or not text"),
-        ("latin.txt", b"caf\xe9\n", "is not UTF-8 at byte 3"),
+        ("blank.txt", b"1\n\n2\n", "line 2 must be a prompt that is not empty"),
+        (
+            "blank.jsonl",
+            b'{"prompt": "1"}\n\n',
+            'line 2 must be a prompt that is not empty, in an object such as {"prompt": "..."}',
+        ),
+        ("number.jsonl", b'{"prompt": 1}\n', "line 1 must be a prompt that is not empty"),
+        ("latin.txt", b"caf\xe9\n", "it is not UTF-8 at byte 3"),
         ("empty.txt", b"", []),
     ],
 )
@@ -177,7 +181,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(run):
 def test_a_file_of_prompts_that_cannot_be_used_is_named_and_stays(run, capsys, tmp_path):
     file = tmp_path / "p.jsonl"
     for content, message in (
-        (b'{"a":' * 100_000, "line 1 must be an object such as"),
+        (b'{"a":' * 100_000, "line 1 must be a prompt that is not empty, in an object such as"),
         (b'{"prompt": "\\ud800"}', "prompt 0 has bytes that are not UTF-8, or half of a surrogate pair"),
         (b'{"prompt": "a"}', "is the file of --prompts, which it would replace"),
         (b"", "there is no prompt"),

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from shmap_tp.config.compose import CONF, load, quoted
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.config.yaml_files import as_installed
-from shmap_tp.errors import UserError, first_line
+from shmap_tp.errors import UserError, first_line, refuse_first
 from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
 from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling
 from shmap_tp.plan.search.compiling import ChildProcess, Search, jobs_at_a_time
@@ -74,7 +75,7 @@ def search_command(arguments: argparse.Namespace) -> None:
     """Search every target that was asked for, the cheapest or fastest by formulas first.  Raises UserError;
     SystemExit(STOPPED) after Ctrl-C, SIGTERM or SIGHUP while it compiles; before that they end the process at once,
     since there is nothing to keep."""
-    check_options(arguments)
+    refuse_first(_faults(arguments))
     targets = find_targets(arguments)
     prices = parse_prices(arguments.price, [target.version for target in targets])
     check_outputs(arguments)
@@ -157,17 +158,17 @@ def find_targets(arguments: argparse.Namespace) -> list[Target]:
     return [find_target(version, int(size), arguments.topology, slices) for version in versions for size in sizes]
 
 
-def check_options(arguments: argparse.Namespace) -> None:
-    """Raises UserError for values that a search cannot use."""
+def _faults(arguments: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with values that a search cannot use."""
     for key in ("mesh.slices", "mesh.processes"):
         if any(word.startswith(f"{key}=") for word in arguments.overrides):
-            raise UserError(f"{key} follows from the devices that are searched; omit it, and give --slices for several")
+            yield f"{key} follows from the devices that are searched; omit it, and give --slices for several"
     if arguments.price is not None and arguments.tokens is None:
-        raise UserError("--price needs --tokens, the tokens of the run; add it, such as --tokens 100B")
+        yield "--price needs --tokens, the tokens of the run; add it, such as --tokens 100B"
     for name in ("minutes", "tokens", "jobs"):
         value = vars(arguments)[name]
         if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} {value:g} must be above 0 and finite")
+            yield f"--{name} {value:g} must be above 0 and finite"
 
 
 def check_compilers(arguments: argparse.Namespace, targets: list[Target]) -> None:
@@ -186,10 +187,12 @@ def check_recipe(file: str | None, targets: list[Target]) -> None:
     """Raises UserError for a --recipe that would overwrite a file, or be written for several slices."""
     if file is None:
         return
-    if len(targets) > 1:
-        raise UserError(f"--recipe {file} holds one configuration, and {len(targets)} slices are searched; omit it")
-    if Path(file).exists():
-        raise UserError(f"--recipe {file} exists; delete it, or choose another file")
+    for is_wrong, rule in [
+        (len(targets) > 1, f"holds one configuration, and {len(targets)} slices are searched; omit it"),
+        (Path(file).exists(), "exists; delete it, or choose another file"),
+    ]:
+        if is_wrong:
+            raise UserError(f"--recipe {file} {rule}")
 
 
 def find_space(task: Task, fixed: dict[str, str]) -> Space:

@@ -19,7 +19,7 @@ and written one piece of bounded size at a time.
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,27 +27,13 @@ import numpy as np
 from jaxtyping import Float
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.pretrained.tensor_files import Box, StoredTensor
+from shmap_tp.pretrained.tensor_files import Box, NewTensor, StoredTensor
 
 Ranges = tuple[tuple[int, int], ...]
 """The range [start, stop) of each dim of our array."""
 PIECE_BYTES = 128 * 2**20
 """About how much of a parameter a process reads or writes at a time.  Beside its shards it holds a few times as much:
 in the file's order, in ours, and on its way to the devices."""
-
-
-def pieces_of_array(
-    shape: Sequence[int], itemsize: int, limit: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(the first index, the size) along each dim of pieces of at most `limit` bytes, in row-major order, that together
-    make up an array.  The first dims are divided first: those are layers, or rows of a file."""
-    piece = list(shape)
-    for dim, size in enumerate(shape):
-        whole = math.prod(piece) * itemsize
-        if whole > limit:
-            piece[dim] = max(1, size * limit // whole)
-    for first in itertools.product(*(range(0, size, step) for size, step in zip(shape, piece, strict=True))):
-        yield first, tuple(min(step, size - at) for at, step, size in zip(first, piece, shape, strict=True))
 
 
 def tensors_within(ranges: Ranges) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -125,12 +111,26 @@ class Layout:
         """A slice of our array; what lies outside of the file's tensor is zero (padding of the vocabulary)."""
         out = np.zeros([stop - start for start, stop in ranges], dtype)
         for part in self.parts(ranges):
-            values = tensor.read(self.view, part.box)
-            values = values.reshape([stop - start for (start, stop), kept in self._kept(part.box) if kept])
+            values = self._read(tensor, part.box)
             out[part.ours] = values.transpose(self._order).reshape([s.stop - s.start for s in part.ours])
         return out
 
-    def write(self, tensor: StoredTensor, ranges: Ranges, values: Float[np.ndarray, "..."]) -> None:
+    def _read(self, tensor: StoredTensor, box: Box) -> np.ndarray:
+        """`box` of a tensor, with each letter as a dim; what lies between is read, too, where q, k and v alternate."""
+        ranges, shape, inside, rest = [], [], [], iter(box)
+        for dim in self._sides[0]:
+            sizes, cuts = [self._size(token) for token in dim], [next(rest) for _ in dim]
+            strides = [math.prod(sizes[number + 1 :]) for number in range(len(sizes))]
+            cut = next((number for number, (start, stop) in enumerate(cuts) if stop - start > 1), len(cuts) - 1)
+            first = sum(start * stride for (start, _), stride in zip(cuts[: cut + 1], strides, strict=False))
+            count = cuts[cut][1] - cuts[cut][0]
+            ranges.append((first, first + count * strides[cut]))
+            shape += [1] * cut + [count, *sizes[cut + 1 :]]
+            inside += [slice(None)] * (cut + 1) + [slice(*each) for each in cuts[cut + 1 :]]
+        kept = [stop - start for (start, stop), is_letter in self._kept(box) if is_letter]
+        return tensor.read(ranges).reshape(shape)[tuple(inside)].reshape(kept)
+
+    def write(self, tensor: NewTensor, ranges: Ranges, values: Float[np.ndarray, "..."]) -> None:
         """Write a slice of our array; padding of the vocabulary is left out."""
         for part in self.parts(ranges):
             letters = values[part.ours].reshape(part.letters_shape).transpose(np.argsort(self._order))

@@ -1,4 +1,4 @@
-"""Parameters of a Hugging Face directory, each device's shard read from the byte ranges that it needs.
+"""Parameters of a Hugging Face directory, each device's shard read from the slices of tensors that it needs.
 
 A parameter is read in pieces of about PIECE_BYTES per process, so that beside its shards a process holds little.  A
 shard that several devices of a process have (replicas over dp) is read once for all of them.
@@ -24,9 +24,9 @@ from shmap_tp.errors import UserError
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import is_stacked, leaves_by_path
 from shmap_tp.parallel.weights import Int8, is_int8, quantize
-from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, pieces_of_array, tensors_within
+from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, tensors_within
 from shmap_tp.pretrained.source import Source
-from shmap_tp.pretrained.tensor_files import StoredTensor
+from shmap_tp.pretrained.tensor_files import StoredTensor, pieces_of_array
 from shmap_tp.runtime.console import print_on_process_0
 
 Tensors = Mapping[tuple[int, ...], StoredTensor]

@@ -153,9 +153,9 @@ class Source:
         return {tensor: headers[file][tensor] for tensor, file in places.items()}
 
     def fingerprint(self) -> str:
-        """SHA-256 of config.json, and of the name, dtype, shape and first 4096 bytes of each tensor: it tells weights
-        apart without reading them all."""
-        return self._digest(lambda tensor: tensor.first_bytes(FINGERPRINT_BYTES))
+        """SHA-256 of config.json, and of the name, dtype, shape and first bytes of each tensor, up to 4096: it tells
+        weights apart without reading them all."""
+        return self._digest(lambda tensor: next(tensor.blocks(FINGERPRINT_BYTES), b""))
 
     def sha256(self) -> str:
         """SHA-256 of config.json, and of the name, dtype, shape and all bytes of each tensor, in whichever file."""

@@ -70,7 +70,7 @@ def record(source: Source, run: Path) -> None:
         origin = {
             "from": str(source.directory.resolve()),
             "architecture": source.family.architecture,
-            "sha256 of config.json and of the description and first 4096 bytes of each tensor": source.fingerprint(),
+            "sha256 of config.json and of the description and first bytes of each tensor": source.fingerprint(),
         }
         (directory / RECORD_FILE).write_text(json.dumps(origin, indent=2) + "\n")
 

@@ -1,17 +1,19 @@
-"""Safetensors files: their headers, and parts of their tensors read and written in place.
+"""Safetensors files: slices of tensors are read by the `safetensors` library, and written in place.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: of each tensor its dtype, its shape, and
-where its bytes begin and end), and the tensors, each in row-major order.  Because the places are known, a device's
-shard is a list of byte ranges: only those are read, and every process writes those that it has into the same file.
-The `safetensors` library reads byte ranges of some dtypes and writes whole files; it is not used here.
+The library writes whole tensors alone, up to a whole file from the memory of one process.  Here every process writes
+the parts that it has, and holds a few pieces: so a new file is laid out first.  It is the length of its header (8
+bytes, little endian), the header (JSON: of each tensor its dtype, its shape, and where its bytes begin and end), and
+the tensors, each in row-major order.
     https://huggingface.co/docs/safetensors
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
 
-from shmap_tp.errors import UserError, shown
-from shmap_tp.runtime.files import file_size
+from shmap_tp.errors import UserError, first_line, shown
+from shmap_tp.runtime.files import file_size, reading
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -31,12 +34,8 @@ DTYPES = {
 }
 """The dtypes that weights may have, by their names in a header."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
-MAX_TENSORS = 100_000
-"""Tensors of one file: a header of a million takes half a minute to check."""
 
-SAMPLES, SAMPLE_BYTES = 256, 4096
+SAMPLES = 256
 HASHED_BYTES = 2**24
 """How many bytes of a tensor are read at a time to hash it."""
 
@@ -44,203 +43,159 @@ Box = Sequence[tuple[int, int]]
 """The range [start, stop) of each dim of a tensor, in some view of it."""
 
 
+def pieces_of_array(
+    shape: Sequence[int], itemsize: int, limit: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(the first index, the size) along each dim of pieces of at most `limit` bytes, in row-major order, that together
+    make up an array.  The first dims are divided first: those are layers, or rows of a file."""
+    piece = list(shape)
+    for dim, size in enumerate(shape):
+        whole = math.prod(piece) * itemsize
+        if whole > limit:
+            piece[dim] = max(1, size * limit // whole)
+    for first in itertools.product(*(range(0, size, step) for size, step in zip(shape, piece, strict=True))):
+        yield first, tuple(min(step, size - at) for at, step, size in zip(first, piece, shape, strict=True))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Context that reads a file.  Raises UserError if it is not there, is cut, or is no safetensors file."""
+    if file_size(file) is None:
+        raise UserError(f"{file} does not exist; copy it there")
+    try:
+        with reading(file), safe_open(file, framework="np") as content:
+            yield content
+    except SafetensorError as error:
+        reason = first_line(error)
+        raise UserError(f"{file} is truncated, or not a safetensors file: {reason}; copy it again") from error
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is: its file, dtype, shape and first byte."""
+    """A tensor of a file.  All methods raise UserError if the file cannot be read any more."""
 
     file: Path
+    name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int
 
     @property
     def size(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def read(self, view: Sequence[int], box: Box) -> Float[np.ndarray, "..."]:
-        """`box` of the tensor seen with the shape `view`, in its own dtype.  Only these bytes are read.
+    def read(self, box: Box) -> Float[np.ndarray, "..."]:
+        """`box` of the tensor, in its own dtype.  Only the pages of the file that have it are read, and they are not
+        held."""
+        with _opened(self.file) as content:
+            return content.get_slice(self.name)[tuple(slice(*one) for one in box)]
 
-        Raises UserError if the file ends before them.
-        """
-        count = math.prod(stop - start for start, stop in box)
-        buffer = np.empty(count * self.dtype.itemsize, np.uint8)
-        done, descriptor = 0, os.open(self.file, os.O_RDONLY)
-        try:
-            for start, size in self._runs(view, box):
-                _read_at(descriptor, memoryview(buffer)[done : done + size], start, self.file)
-                done += size
-        finally:
-            os.close(descriptor)
-        return buffer.view(self.dtype).reshape([stop - start for start, stop in box])
-
-    def first_bytes(self, count: int) -> bytes:
-        """Up to `count` bytes of the tensor."""
-        with self.file.open("rb") as stream:
-            return os.pread(stream.fileno(), min(count, self.size), self.offset)
+    def blocks(self, limit: int) -> Iterator[np.ndarray]:
+        """The bytes of the tensor, in parts of at most `limit` or of one value."""
+        for first, size in pieces_of_array(self.shape, self.dtype.itemsize, limit):
+            box = [(at, at + count) for at, count in zip(first, size, strict=True)]
+            yield self.read(box).reshape(-1).view(np.uint8)
 
     def sha256(self) -> bytes:
         """The hash of all bytes of the tensor."""
         digest = hashlib.sha256()
-        with self.file.open("rb") as stream:
-            for at in range(0, self.size, HASHED_BYTES):
-                digest.update(os.pread(stream.fileno(), min(HASHED_BYTES, self.size - at), self.offset + at))
+        for block in self.blocks(HASHED_BYTES):
+            digest.update(block)
         return digest.digest()
 
     def sample(self) -> bytes:
-        """4096 bytes at each of up to 256 places of the tensor, or the whole of a small one."""
-        step = max(SAMPLE_BYTES, self.size // SAMPLES // SAMPLE_BYTES * SAMPLE_BYTES)
-        with self.file.open("rb") as stream:
-            return b"".join(
-                os.pread(stream.fileno(), min(SAMPLE_BYTES, self.size - at), self.offset + at)
-                for at in range(0, self.size, step)
-            )
+        """At least 256 rows of the tensor, or all of a small one."""
+        step = max(1, self.shape[0] // SAMPLES)
+        with _opened(self.file) as content:
+            rows = content.get_slice(self.name)
+            return b"".join(rows[at : at + 1].tobytes() for at in range(0, self.shape[0], step))
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name.
+
+    Raises UserError if the file is not there, is not a whole safetensors file, or has a dtype that weights do not have.
+    """
+    tensors = {}
+    with _opened(file) as content:
+        for name in content.keys():  # noqa: SIM118 - a file of the library, which cannot be iterated
+            stored = content.get_slice(name)
+            if (code := str(stored.get_dtype())) not in DTYPES:
+                raise UserError(
+                    f"{file}: {shown(name)} has the dtype {code}; weights must be one of {', '.join(DTYPES)}"
+                )
+            tensors[name] = StoredTensor(file, name, DTYPES[code], tuple(stored.get_shape()))
+    return tensors
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """Where a tensor of a new file is: its dtype, its shape and its first byte."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
 
     def write(self, view: Sequence[int], box: Box, values: Float[np.ndarray, "..."]) -> None:
         """Write `values` to `box` of the tensor seen with the shape `view`, cast to its dtype, into the existing
         file."""
         data = memoryview(np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8))
-        done, descriptor = 0, os.open(self.file, os.O_WRONLY)
+        descriptor = os.open(self.file, os.O_WRONLY)
         try:
             for start, size in self._runs(view, box):
-                _write_at(descriptor, data[done : done + size], start)
-                done += size
+                run, data = data[:size], data[size:]
+                while run:
+                    count = os.pwrite(descriptor, run, start)
+                    run, start = run[count:], start + count
         finally:
             os.close(descriptor)
 
     def _runs(self, view: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
         """The contiguous pieces of `box`, in order: (first byte in the file, number of bytes)."""
         assert math.prod(view) == math.prod(self.shape), (view, self.shape)
-        if any(start == stop for start, stop in box):
-            return
         last_cut = max([i for i, (a, b) in enumerate(box) if (a, b) != (0, view[i])], default=0)
         inner = math.prod(view[last_cut + 1 :])
         start, stop = box[last_cut] if box else (0, 1)
-        strides = [math.prod(view[i + 1 :]) for i in range(last_cut)]
         firsts = np.array([start * inner], np.int64)
-        for stride, (low, high) in zip(reversed(strides), reversed(list(box[:last_cut])), strict=True):
-            firsts = (np.arange(low, high)[:, None] * stride + firsts[None]).reshape(-1)
+        for dim in reversed(range(last_cut)):
+            firsts = (np.arange(*box[dim])[:, None] * math.prod(view[dim + 1 :]) + firsts[None]).reshape(-1)
         size = (stop - start) * inner * self.dtype.itemsize
         for first in firsts.tolist():
             yield self.offset + first * self.dtype.itemsize, size
 
 
-def _read_at(descriptor: int, into: memoryview, offset: int, file: Path) -> None:
-    while into:
-        count = os.preadv(descriptor, [into], offset)
-        if count == 0:
-            raise UserError(f"{file} ends at byte {offset}, before a tensor that its header names; copy it again")
-        into, offset = into[count:], offset + count
+class NewFile:
+    """A file of tensors of these shapes, in this order."""
 
+    tensors: dict[str, NewTensor]
+    size: int
+    """The size of all tensors in bytes."""
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+    def __init__(self, file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype):
+        self.path, header, end = file, {"__metadata__": {"format": "pt"}}, 0
+        for name, shape in shapes.items():
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+        self._header, self.size = len(text).to_bytes(8, "little") + text, end
+        self.tensors = {
+            name: NewTensor(file, dtype, shape, len(self._header) + header[name]["data_offsets"][0])
+            for name, shape in shapes.items()
+        }
 
+    def reserve(self) -> None:
+        """Make the file with the space that the header and all tensors need, so that a full disk is noticed now.
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name.
+        Before `finish` no program takes it for a safetensors file: its header has no bytes.
+        """
+        with self.path.open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, len(self._header) + self.size)
 
-    Raises UserError if the file is not there, is not a safetensors file, is truncated or has bytes that no tensor has,
-    if tensors overlap, or if one has a dtype that weights do not have.
-    """
-    header, first, end = _header(file)
-    tensors, ranges = {}, []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        except (TypeError, KeyError, ValueError):
-            raise UserError(f"{file}: the header's entry of {name} has no dtype, shape and data_offsets") from None
-        if code not in list(DTYPES):
-            raise UserError(f"{file}: {name} has the dtype {shown(code)}; weights must be one of {', '.join(DTYPES)}")
-        if not all(type(value) is int and value >= 0 for value in (*shape, start, stop)):
-            raise UserError(f"{file}: the header's shape or data_offsets of {name} are not integers; copy it again")
-        if stop - start != math.prod(shape) * DTYPES[code].itemsize:
-            raise UserError(f"{file}: {name} has {stop - start} bytes, which is not the size of {code}{list(shape)}")
-        tensors[name] = StoredTensor(file, DTYPES[code], shape, first + start)
-        ranges.append((start, stop, name))
-    _check_ranges(file, sorted(ranges), end - first)
-    return tensors
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """(the header, the byte where tensors begin, the size of the file)."""
-    size = file_size(file)
-    if size is None:
-        raise UserError(f"{file} does not exist; copy it there")
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > min(size - 8, MAX_HEADER_BYTES):
-                raise UserError(
-                    f"{file} is truncated or not a safetensors file: it has {size} bytes, and a header of {length}"
-                )
-            text = stream.read(length)
-        if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:
-            raise UserError(
-                f"{file} names {count:,} tensors, but no model has more than {MAX_TENSORS:,}; copy it again"
-            )
-        header = json.loads(text)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not a safetensors file: its header is not JSON") from error
-    if not isinstance(header, dict):
-        raise UserError(f"{file} is not a safetensors file: its header is not an object")
-    return header, 8 + length, size
-
-
-def _check_ranges(file: Path, ranges: list[tuple[int, int, str]], size: int) -> None:
-    """Check that the tensors lie one after the other and fill the file."""
-    end, before = 0, "the header"
-    for start, stop, name in ranges:
-        if start != end:
-            relation = "overlaps" if start < end else "does not follow"
-            raise UserError(f"{file}: {name}, which begins at byte {start} of the data, {relation} {before}")
-        end, before = stop, name
-    if end != size:
-        what = "is truncated" if size < end else "has bytes that belong to no tensor"
-        raise UserError(f"{file} {what}: its header names {end} bytes of data, it has {size}; copy it again")
-
-
-def place_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, StoredTensor]:
-    """Where tensors of these shapes are in a new `file`, in this order."""
-    offset, tensors = len(_header_bytes(shapes, dtype)), {}
-    for name, shape in shapes.items():
-        tensors[name] = StoredTensor(file, dtype, shape, offset)
-        offset += math.prod(shape) * dtype.itemsize
-    return tensors
-
-
-def reserve(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
-    """Make a new file with the space that the header and all tensors need, so that a full disk is noticed now.
-
-    Before `write_header` no program takes it for a safetensors file: its header has no bytes.
-    """
-    size = len(_header_bytes(shapes, dtype)) + sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    with file.open("wb") as stream:
-        os.posix_fallocate(stream.fileno(), 0, size)
-
-
-def write_header(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> None:
-    """Write the header of `place_tensors` into a file whose tensors are written, and all of it to the disk."""
-    with file.open("r+b") as stream:
-        stream.write(_header_bytes(shapes, dtype))
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _header_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> bytes:
-    offset, header = 0, {"__metadata__": {"format": "pt"}}
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text
+    def finish(self) -> None:
+        """Write the header into a file whose tensors are written, and all of it to the disk."""
+        with self.path.open("r+b") as stream:
+            stream.write(self._header)
+            stream.flush()
+            os.fsync(stream.fileno())

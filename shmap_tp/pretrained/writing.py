@@ -11,12 +11,11 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +38,12 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
 from shmap_tp.pretrained.configuration import Target, require_expressible, target_of
 from shmap_tp.pretrained.family import Row
-from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, pieces_of_array, tensors_within
+from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, tensors_within
 from shmap_tp.pretrained.peft import adapter_target
 from shmap_tp.pretrained.reading import paths_of
 from shmap_tp.pretrained.source import INDEX, Source
 from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_parameters, with_base_on_disk
-from shmap_tp.pretrained.tensor_files import DTYPES, StoredTensor, place_tensors, reserve, write_header
+from shmap_tp.pretrained.tensor_files import DTYPES, NewFile, pieces_of_array
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.run_lock import LOCK, lock_directories
 from shmap_tp.training.checkpoint_files import (
@@ -173,27 +172,22 @@ def save_parameters(
     if dtype not in OUTPUT_DTYPES:
         raise UserError(f"dtype {dtype} cannot be written; use one of {', '.join(OUTPUT_DTYPES)}")
     layouts, kind = target.family.layouts(model, stacked), OUTPUT_DTYPES[dtype]
-    files = _divide(_tensor_shapes(layouts, stacked, model), kind, shard_bytes, target.weights)
+    divided = _divide(_tensor_shapes(layouts, stacked, model), kind, shard_bytes, target.weights)
     temporary = _temporary(out)
-    places: dict[str, StoredTensor] = {}
-    for name, shapes in files.items():
-        places |= place_tensors(temporary / name, shapes, kind)
-
-    def reserve_all() -> None:
-        for name, shapes in files.items():
-            reserve(temporary / name, shapes, kind)
+    files = [NewFile(temporary / name, shapes, kind) for name, shapes in divided.items()]
+    places = {name: tensor for file in files for name, tensor in file.tensors.items()}
 
     def finish() -> None:
-        for name, shapes in files.items():
-            write_header(temporary / name, shapes, kind)
-        _write_companions(temporary, target, files, places, dtype)
+        for file in files:
+            file.finish()
+        _write_companions(temporary, target, files, dtype)
 
     in_process_0 = partial(_in_process_0, out)
     in_process_0(lambda: _check_directories(out, temporary))
     with lock_directories({"--out": str(temporary)}, in_process_0) as require_owner:
         try:
             in_process_0(lambda: _remove_files(temporary))
-            in_process_0(reserve_all)
+            in_process_0(lambda: [file.reserve() for file in files])
             with _all_or_none(out):
                 for path, ranges, values in pieces:
                     row, layout = layouts[path]
@@ -252,9 +246,7 @@ def _divide(
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-def _write_companions(
-    directory: Path, target: Target, files: Mapping[str, Any], places: Mapping[str, StoredTensor], dtype: str
-) -> None:
+def _write_companions(directory: Path, target: Target, files: Sequence[NewFile], dtype: str) -> None:
     """config.json, the index if there are several files, generation_config.json and the tokenizer's files; or the
     documents of an adapter and the tokenizer's files, as PEFT's users expect them beside it."""
     if target.documents is not None:
@@ -270,8 +262,8 @@ def _write_companions(
             config[key] = dtype
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if len(files) > 1:
-        total = sum(tensor.size for tensor in places.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {n: places[n].file.name for n in sorted(places)}}
+        places = sorted((name, file.path.name) for file in files for name in file.tensors)
+        index = {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": dict(places)}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for name, content in target.companions.items():
         (directory / name).write_bytes(content)

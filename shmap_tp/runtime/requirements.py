@@ -18,6 +18,7 @@ PACKAGES = [
     "etils",
     "fsspec",
     "numpy",
+    "safetensors",
     "hydra",
     "omegaconf",
     "yaml",

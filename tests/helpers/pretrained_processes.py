@@ -33,6 +33,7 @@ from shmap_tp.errors import ShmapTpError
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
+from shmap_tp.pretrained.tensor_files import StoredTensor
 from shmap_tp.pretrained.writing import save_model
 from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
 from shmap_tp.training.checkpoint import Checkpoints
@@ -109,28 +110,29 @@ def full_disk(*arguments: Any) -> int:
 @contextmanager
 def measuring(measured: dict[str, float], what: str) -> Iterator[None]:
     """Record how many bytes of tensors the block reads, and the peak of this process's own memory (RssAnon)."""
-    peak, stop, read, preadv = [anonymous_bytes()], threading.Event(), [0], os.preadv
+    peak, stop, count, read = [anonymous_bytes()], threading.Event(), [0], StoredTensor.read
 
     def watch() -> None:
         while not stop.wait(0.002):
             peak.append(max(peak.pop(), anonymous_bytes()))
 
-    def counted(*arguments: Any) -> int:
-        read[0] += (count := preadv(*arguments))
-        return count
+    def counted(tensor: StoredTensor, box: Any) -> np.ndarray:
+        found = read(tensor, box)
+        count[0] += found.nbytes
+        return found
 
     watcher, began = threading.Thread(target=watch), time.monotonic()
     measured[f"before_{what}_mib"] = peak[0] / MIB
     watcher.start()
-    os.preadv = counted
+    StoredTensor.read = counted
     try:
         yield
     finally:
-        os.preadv = preadv
+        StoredTensor.read = read
         stop.set()
         watcher.join()
         measured[f"{what}_peak_mib"] = max(*peak, anonymous_bytes()) / MIB
-        measured[f"{what}_read_mb"] = read[0] / 1e6
+        measured[f"{what}_read_mb"] = count[0] / 1e6
         measured[f"{what}_seconds"] = time.monotonic() - began
 
 

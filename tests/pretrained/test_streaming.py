@@ -15,7 +15,7 @@ import shmap_tp
 from shmap_tp.config.compose import to_dict
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.pretrained.__main__ import main
-from shmap_tp.pretrained.layout import pieces_of_array
+from shmap_tp.pretrained.tensor_files import pieces_of_array
 from shmap_tp.training import checkpoint
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import read_chunks
@@ -140,7 +140,7 @@ def test_an_export_that_is_killed_leaves_no_directory_and_no_file_that_can_be_re
     with pytest.raises(UserError, match=r"out.incomplete has no config.json"):
         shmap_tp.from_pretrained(tmp_path / "out.incomplete")
     (tmp_path / "out.incomplete" / "config.json").write_bytes((directory / "config.json").read_bytes())
-    with pytest.raises(UserError, match=r"model.safetensors is not a safetensors file: its header is not JSON"):
+    with pytest.raises(UserError, match=r"model.safetensors is truncated, or not a safetensors file"):
         shmap_tp.from_pretrained(tmp_path / "out.incomplete")
     shmap_tp.from_pretrained(directory).save_pretrained(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]

@@ -51,7 +51,7 @@ from shmap_tp.pretrained.start import (
     with_base_on_disk,
     with_pretrained,
 )
-from shmap_tp.pretrained.writing import save_model, text_for_export
+from shmap_tp.pretrained.writing import Form, save_model, text_for_export
 from shmap_tp.training.checkpoint_files import absolute, find_checkpoint, read_facts, saved_config
 from shmap_tp.training.components_file import components_of, require_components
 from shmap_tp.training.environment import (
@@ -276,9 +276,9 @@ class Model:
                 base = identify(self.config)
             if merge:
                 parameters = with_base_on_disk(parameters, self.config, base, self.functions.shapes)
-        how = {"base": base, "merge": merge, "rslora": rslora}
-        how["text"] = None if self.source else text_for_export(self.checkpoint, self.config, self.given_tokenizer)
-        save_model(Path(directory), self.config, parameters, self.source, dtype, **how)
+        text = None if self.source else text_for_export(self.checkpoint, self.config, self.given_tokenizer)
+        form = Form(dtype, merge, rslora)
+        save_model(Path(directory), self.config, parameters, self.source, form, base=base, text=text)
 
     def logits(self, tokens: Tokens, segments: Segments | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position: tokens[B, T] -> float32[B, T, vocabulary].

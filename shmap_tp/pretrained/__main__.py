@@ -23,9 +23,7 @@ def parser() -> argparse.ArgumentParser:
         from shmap_tp.pretrained.writing import OUTPUT_DTYPES
 
     top = argparse.ArgumentParser(
-        prog="python -m shmap_tp.pretrained",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m shmap_tp.pretrained", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", required=True)
     commands.add_parser("inspect").add_argument("directory", help="a Hugging Face directory, or a name on the hub")
@@ -50,13 +48,13 @@ def main(argv: list[str] | None = None) -> int:
 def _pretrained(arguments: argparse.Namespace) -> None:
     with importing():
         from shmap_tp.pretrained.inspection import inspect
-        from shmap_tp.pretrained.writing import export_checkpoint
+        from shmap_tp.pretrained.writing import Form, export_checkpoint
 
     if arguments.command == "inspect":
         write_line(inspect(arguments.directory))
     else:
-        given = arguments.directory, arguments.out, arguments.step, arguments.dtype
-        checkpoint, family = export_checkpoint(*given, merge=arguments.merge, rslora=arguments.rslora)
+        form = Form(arguments.dtype, arguments.merge, arguments.rslora)
+        checkpoint, family = export_checkpoint(arguments.directory, arguments.out, arguments.step, form)
         print(f"{arguments.out}: {checkpoint} as {family}, {arguments.dtype}")
 
 

@@ -5,8 +5,7 @@ transformers 4     rope_theta, rope_scaling = {"rope_type" or "type": ..., "fact
 transformers 5     rope_parameters = {"rope_theta": ..., "rope_type": ..., "partial_rotary_factor": ...}
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -36,25 +35,48 @@ _AMPLITUDE = ("attention_factor", "mscale", "mscale_all_dim")
 _DEFAULTS = {"beta_slow": 1.0, "beta_fast": 32.0}
 
 
-def size(value: Any, key: str, where: str) -> int:
-    """`value`, of `key` in `where`, if it is an integer above 0."""
-    if type(value) is not int or value < 1:
-        raise UserError(f"{where}: {key}={shown(value)} must be an integer above 0; copy the file again")
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e308
+
+
+SIZE, NUMBER, POSITIVE = "an integer above 0", "a finite number", "a number above 0"
+FRACTION, FLAG = "a number above 0 and at most 1", "true or false"
+OBJECT, LIST, TEXT = "an object", "a list", "a text"
+KINDS = {
+    SIZE: lambda value: type(value) is int and value > 0,
+    NUMBER: _is_number,
+    POSITIVE: lambda value: _is_number(value) and value > 0,
+    FRACTION: lambda value: _is_number(value) and 0 < value <= 1,
+    FLAG: lambda value: type(value) is bool,
+    OBJECT: lambda value: isinstance(value, dict),
+    LIST: lambda value: isinstance(value, list),
+    TEXT: lambda value: isinstance(value, str),
+}
+"""What a value may have to be, and whether it is."""
+
+
+def require(holds: bool, key: str, value: Any, rule: str, where: str) -> None:
+    """Raise UserError, which says what is wrong with `value` of `key` in the file `where`, unless its `rule` holds."""
+    if not holds:
+        raise UserError(f"{where}: {shown(key) if value is None else f'{shown(key)}={shown(value)}'} {rule}")
+
+
+def checked(kind: str, value: Any, key: str, where: str) -> Any:
+    """`value`, of `key` in `where`, if it is of a kind of `KINDS`."""
+    require(KINDS[kind](value), key, value, f"must be {kind}; copy the file again", where)
     return value
 
 
-def number(value: Any, key: str, where: str) -> float:
-    """`value`, of `key` in `where`, if it is a finite number."""
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise UserError(f"{where}: {key}={shown(value)} must be a finite number; copy the file again")
-    return float(value)
+def require_one_of(supported: Iterable[Any], key: str, value: Any, where: str, of: str = "") -> None:
+    """Raise UserError unless `value` is one of those that are supported, `of` an architecture."""
+    supported = [*supported]
+    rule = f"is not supported{of and f' for {of}'}; supported is {' or '.join(map(shown, supported))}"
+    require(value in supported, key, value, rule, where)
 
 
 def section(value: Any, key: str, where: str) -> Mapping[str, Any]:
     """`value`, of `key` in `where`, if it is an object; {} for null."""
-    if value is not None and not isinstance(value, dict):
-        raise UserError(f"{where}: {key}={shown(value)} must be an object; copy the file again")
-    return value or {}
+    return {} if value is None else checked(OBJECT, value, key, where)
 
 
 def value_for(ours: str, value: Any, key: str, where: str) -> Any:
@@ -62,13 +84,9 @@ def value_for(ours: str, value: Any, key: str, where: str) -> Any:
     kinds = kinds_of(f"model.{ours}")
     if value is None and NoneType in kinds:
         return None
-    if int in kinds:
-        return size(value, key, where)
-    if float in kinds:
-        return number(value, key, where)
-    if bool in kinds and type(value) is not bool:
-        raise UserError(f"{where}: {key}={shown(value)} must be true or false; copy the file again")
-    return value
+    kind = next((kind for type_, kind in {int: SIZE, float: NUMBER, bool: FLAG}.items() if type_ in kinds), None)
+    value = value if kind is None else checked(kind, value, key, where)
+    return float(value) if kind == NUMBER else value
 
 
 @dataclass(frozen=True)
@@ -95,17 +113,16 @@ class RotaryKeys:
         scaling = section(config.get(name), name, where)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         base = scaling.get("rope_theta", config.get(self.base))
-        base = number(self.default_base if base is None else base, self.base, where)
+        base = float(checked(POSITIVE, self.default_base if base is None else base, self.base, where))
         self._refuse_unread("rope_theta", self.base, base, config, where)
-        if base <= 0:
-            raise UserError(f"{where}: {self.base}={base:g} must be a number above 0; copy the file again")
         found = {"rotary_base": base}
         extra = set(scaling) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         if kind == "yarn" and scaling.get("truncate") is False:
             kind = "yarn_unrounded"
-        if kind not in ("default", *self.scalings) or (kind == "default" and extra):
-            supported = " or ".join(("default", *self.scalings))
-            raise UserError(f"{where}: {name}={shown(config[name])} is not supported; supported is {supported}")
+        supported = "default", *self.scalings
+        is_known = kind in supported and not (kind == "default" and extra)
+        rule = f"is not supported; supported is {' or '.join(supported)}"
+        require(is_known, name, config.get(name), rule, where)
         if kind in SCALINGS:
             found |= _read_scaling(kind, scaling, extra, config, where)
         return found | self._read_partial(config, scaling, head_dim, where)
@@ -116,25 +133,22 @@ class RotaryKeys:
         name = "partial_rotary_factor"
         given = scaling.get(name, config.get(self.partial or name))
         if not self.partial:
-            if given not in (None, 1.0):
-                raise UserError(f"{where}: {name}={shown(given)} is not supported for this architecture")
+            require_one_of((None, 1.0), name, given, where)
             return {}
         name = name if name in scaling else self.partial
-        given = number(self.default_partial if given is None else given, name, where)
+        given = checked(FRACTION, self.default_partial if given is None else given, name, where)
         self._refuse_unread("partial_rotary_factor", self.partial, given, config, where)
-        if not 0 < given <= 1:
-            raise UserError(f"{where}: {name}={given:g} must be a number above 0 and at most 1; copy the file again")
         rotated = int(head_dim * given)
         return {"rotary_dim": None if rotated == head_dim else rotated}
 
     def _refuse_unread(self, name: str, read: str, value: float, config: Mapping[str, Any], where: str) -> None:
         """Raise UserError where `name` has another value than `read`, which transformers reads in this family."""
         given = config.get(name)
-        if name != read and given not in (None, value):
-            raise UserError(
-                f"{where}: {name}={shown(given)}, which transformers does not read in this architecture; it reads "
-                f"{read}, here {value:g}.  Give {read}={shown(given)}, or remove {name} from a copy of the file"
-            )
+        rule = (
+            f"is not read by transformers in this architecture; it reads {read}, here {value:g}.  Give "
+            f"{read}={shown(given)}, or remove {name} from a copy of the file"
+        )
+        require(name == read or given in (None, value), name, given, rule, where)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Keys of config.json, by the names of transformers 4, which 5 reads as well."""
@@ -161,27 +175,28 @@ def _read_scaling(
     scaling = {**scaling, original: next((each for each in contexts if each is not None), None)}
     for theirs, ours in SCALINGS[kind].items():
         value = scaling.get(theirs)
-        if value is None and theirs not in _DEFAULTS:
-            raise UserError(f"{where}: the {kind} scaling of the rotary encoding has no {theirs}")
-        found[ours] = value_for(ours, _DEFAULTS[theirs] if value is None else value, theirs, where)
+        value = _DEFAULTS.get(theirs) if value is None else value
+        require(value is not None, theirs, value, f"is missing in the {kind} scaling of the rotary encoding", where)
+        found[ours] = value_for(ours, value, theirs, where)
     read = SCALINGS[kind].keys()
     if kind.startswith("yarn"):
         found["rotary_amplitude"] = _read_amplitude(found["rotary_scaling_factor"], scaling, where)
         read = {*read, *_AMPLITUDE} | ({"truncate"} if type(scaling.get("truncate")) is bool else set())
     for key in sorted(extra - read):
-        if scaling[key] is not None:
-            raise UserError(f"{where}: {shown(key)}={shown(scaling[key])} of the rotary scaling is not supported")
+        require(scaling[key] is None, key, scaling[key], "of the rotary scaling is not supported", where)
     return found
 
 
 def _read_amplitude(factor: float, scaling: Mapping[str, Any], where: str) -> float | None:
     """What YaRN multiplies q and k by, None where that follows from its factor: the number in the file as it is, or the
     quotient that DeepSeek's two scales give."""
-    given, *scales = (None if scaling.get(key) is None else number(scaling[key], key, where) for key in _AMPLITUDE)
+    given, *scales = (
+        None if scaling.get(key) is None else float(checked(NUMBER, scaling[key], key, where)) for key in _AMPLITUDE
+    )
     if given is None and all(scales):
         given = yarn_amplitude(factor, scales[0]) / yarn_amplitude(factor, scales[1])
-    if given is not None and given <= 0:
-        raise UserError(f"{where}: attention_factor={given:g} must be a number above 0; copy the file again")
+    if given is not None:
+        checked(POSITIVE, given, "attention_factor", where)
     return None if given == yarn_amplitude(factor) else given
 
 
@@ -208,32 +223,33 @@ class LocalRotaryKeys:
         """The `rotary_` keys of the `model` section.  Local layers have no scaling."""
         given = section(config.get("rope_parameters"), "rope_parameters", where)
         nested, local = {"full_attention", "sliding_attention"}, config.get(self.local or "")
-        if unknown := sorted(given.keys() - nested):
-            raise UserError(
-                f"{where}: rope_parameters.{shown(unknown[0])} is not read by transformers in this architecture; give "
-                f"rope_parameters of full_attention and of sliding_attention"
-            )
+        of_both = "give rope_parameters of full_attention and of sliding_attention"
+        unknown = sorted(given.keys() - nested)
+        rule = f"is not read by transformers in this architecture; {of_both}"
+        require(not unknown, f"rope_parameters.{''.join(unknown[:1])}", None, rule, where)
         of_global, of_local = (section(given.get(kind), f"rope_parameters.{kind}", where) for kind in sorted(nested))
         of_global = {**of_global, **section(config.get("rope_scaling"), "rope_scaling", where)}
-        if of_global.get("truncate") is False:
-            raise UserError(
-                f"{where}: truncate=false, which transformers does not read in this architecture; remove it from a "
-                f"copy of the file, or round the rates of the model"
-            )
+        require(
+            of_global.get("truncate") is not False,
+            "truncate",
+            False,
+            "is not read by transformers in this architecture; remove it from a copy of the file, or round the rates",
+            where,
+        )
         config = {**config, "rope_scaling": None, "rope_parameters": of_global}
         if of_local:
             beside = {"rope_parameters": of_local, "rope_theta": local}
             found = RotaryKeys(default_base=self.default_local).read(beside, head_dim, where)
-            if "rotary_scaling" in found:
-                raise UserError(f"{where}: rope_parameters.sliding_attention={shown(of_local)} is not supported")
+            is_plain = "rotary_scaling" not in found
+            require(is_plain, "rope_parameters.sliding_attention", of_local, "is not supported", where)
             local = found["rotary_base"]
-        local = number(self.default_local if local is None else local, self.local or "rope_theta", where)
+        local = float(
+            checked(POSITIVE, self.default_local if local is None else local, self.local or "rope_theta", where)
+        )
         found = self.of_global.read(config, head_dim, where)
-        if not self.local and not nested & given.keys() and found["rotary_base"] != local:
-            raise UserError(
-                f"{where}: rope_theta={found['rotary_base']:g} means different bases of local layers in different "
-                f"versions of transformers; give rope_parameters of full_attention and of sliding_attention"
-            )
+        rule = f"means different bases of local layers in different versions of transformers; {of_both}"
+        is_clear = self.local or nested & given.keys() or found["rotary_base"] == local
+        require(bool(is_clear), "rope_theta", found["rotary_base"], rule, where)
         return found | {"rotary_local_base": local}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:

@@ -12,15 +12,19 @@ from enum import Enum
 from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.errors import UserError, shown
+from shmap_tp.errors import UserError
 from shmap_tp.layers.positions import yarn_amplitude
 from shmap_tp.pretrained.config_json import (
+    LIST,
     LLAMA3,
     SCALINGS,
+    SIZE,
     LocalRotaryKeys,
     RotaryKeys,
+    checked,
+    require,
+    require_one_of,
     shortest_pattern,
-    size,
     value_for,
 )
 from shmap_tp.pretrained.layout import Layout, sizes_of
@@ -97,6 +101,16 @@ class Row:
         return self.theirs.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
 
+def with_bias(ours: str, theirs: str, weight: str, bias: str) -> tuple[Row, Row]:
+    """The rows of a matrix and its bias, of these patterns."""
+    return Row(f"{ours}.weight", f"{theirs}.weight", weight), Row(f"{ours}.bias", f"{theirs}.bias", bias)
+
+
+def layer_norm(ours: str, theirs: str) -> tuple[Row, Row]:
+    """The rows of a norm with a bias."""
+    return Row(f"{ours}.scale", f"{theirs}.weight", "d -> d"), Row(f"{ours}.bias", f"{theirs}.bias", "d -> d")
+
+
 @dataclass(frozen=True)
 class ContextLimit:
     """The longest sequence that a model can be used with, and why."""
@@ -107,7 +121,7 @@ class ContextLimit:
     @classmethod
     def of(cls, key: str, value: Any) -> "ContextLimit":
         """The limit that a key of config.json sets.  Raises UserError if its value is not a number of tokens."""
-        return cls(size(value, key, "config.json"), f"{key}={value}")
+        return cls(checked(SIZE, value, key, "config.json"), f"{key}={value}")
 
 
 @dataclass(frozen=True)
@@ -119,10 +133,10 @@ class Family:
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any]
     """Keys of the `model` section that have this value in the whole family."""
-    context_key: str
-    """The key of config.json with the longest context."""
     rows: tuple[Row, ...]
-    prefix: str
+    context_key: str = "max_position_embeddings"
+    """The key of config.json with the longest context."""
+    prefix: str = "model."
     """What the names of tensors begin with, except where the model was saved without its head."""
     rotary: RotaryKeys | LocalRotaryKeys | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -154,11 +168,7 @@ class Family:
             if key.values is None:
                 value = value_for(key.ours[0], value, key.theirs, where)
             else:
-                if value not in list(key.values):  # a list, because the value may be one that has no hash
-                    raise UserError(
-                        f"{where}: {key.theirs}={shown(value)} is not supported for {self.architecture}; "
-                        f"supported is {' or '.join(map(shown, key.values))}"
-                    )
+                require_one_of(key.values, key.theirs, value, where, self.architecture)
                 value = key.values[value]
             found |= dict.fromkeys(key.ours, value)
         found |= self.derived(config, where)
@@ -174,37 +184,34 @@ class Family:
         optional += ["sliding_window", "sliding_window_pattern"]
         for name in [*required, *optional]:
             value = config.get(name)
-            if value is None and name in required:
-                raise UserError(f"{where}: {name} is missing, which every {self.architecture} has")
+            rule = f"is missing, which every {self.architecture} has"
+            require(value is not None or name not in required, name, value, rule, where)
             if value is not None:
-                size(value, name, where)
+                checked(SIZE, value, name, where)
 
     def _check_layer_types(self, config: Mapping[str, Any], where: str) -> None:
         """Raises UserError unless they are known, and as many as layers."""
         kinds = config.get("layer_types")
         if not kinds or "layer_types" not in self.ignored:
             return
-        if not isinstance(kinds, list) or any(kind not in ATTENTION_KINDS for kind in kinds):
-            raise UserError(
-                f"{where}: layer_types={shown(kinds)} is not supported; supported are {' and '.join(ATTENTION_KINDS)}"
-            )
-        if len(kinds) != (layers := config["num_hidden_layers"]):
-            raise UserError(f"{where}: layer_types has {len(kinds)} elements, but num_hidden_layers={layers}")
+        for kind in checked(LIST, kinds, "layer_types", where):
+            require_one_of(ATTENTION_KINDS, "layer_types", kind, where)
+        layers = config["num_hidden_layers"]
+        rule = f"has {len(kinds)} elements, but num_hidden_layers={layers}"
+        require(len(kinds) == layers, "layer_types", None, rule, where)
 
     def _refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
         known = HARMLESS | {key.theirs for key in self.keys} | {self.context_key} | self.ignored
         known |= self.rotary.names if self.rotary else set()
         for name, value in config.items():
-            if name in self.only and value is not None and value not in self.only[name]:
-                raise UserError(
-                    f"{where}: {name}={shown(value)} is not supported for {self.architecture}; "
-                    f"supported is {' or '.join(map(shown, self.only[name]))}"
-                )
-            if name not in known | self.only.keys() and not name.startswith("_") and value not in (None, False):
-                raise UserError(
-                    f"{where}: {shown(name)}={shown(value)} is not a key that shmap_tp knows for {self.architecture}; "
-                    f"if it does not change what the model computes, remove it from a copy of the file"
-                )
+            if name in self.only and value is not None:
+                require_one_of(self.only[name], name, value, where, self.architecture)
+            rule = (
+                f"is not a key that shmap_tp knows for {self.architecture}; if it does not change what the model "
+                f"computes, remove it from a copy of the file"
+            )
+            is_known = name in known | self.only.keys() or name.startswith("_")
+            require(is_known or value in (None, False), name, value, rule, where)
 
     def context_limit(self, config: Mapping[str, Any]) -> ContextLimit:
         """The longest context of the model of `config`.  Raises UserError if it is not a number of tokens."""
@@ -255,34 +262,12 @@ class Family:
         return bool(re.search(self.buffers, name)) or (name == self.head and "head.weight" not in paths)
 
 
-NEUTRAL = {
-    "norm_bias": False,
-    "qk_norm": False,
-    "qk_norm_across_heads": False,
-    "qkv_bias": False,
-    "attention_output_bias": False,
-    "mlp_bias": False,
-    "head_bias": False,
-    "rotary_dim": None,
-    "rotary_pairing": "half",
-    "rotary_scaling": "none",
-    "rotary_amplitude": None,
-    "embedding_scale": 1.0,
-    "tie_embeddings": False,
-    "window": None,
-    "layer_pattern": (),
-    "rotary_local_base": None,
-    "norm_placement": "before",
-    "attention_softcap": None,
-    "attention_scale_dim": None,
-    "attention_sinks": False,
-    "logit_softcap": None,
-    "experts": 0,
-    "shared_expert_ffn": 0,
-    "router_scores": "softmax",
-    "router_normalize": True,
-    "router_bias_rate": None,
-}
+_OFF = "norm_bias qkv_bias attention_output_bias mlp_bias head_bias qk_norm qk_norm_across_heads attention_sinks"
+_NONE = "window attention_softcap attention_scale_dim logit_softcap router_bias_rate rotary_dim rotary_amplitude"
+NEUTRAL = dict.fromkeys((*_OFF.split(), "tie_embeddings"), False) | dict.fromkeys((*_NONE.split(), "rotary_local_base"))
+NEUTRAL |= {"rotary_pairing": "half", "rotary_scaling": "none", "norm_placement": "before", "layer_pattern": ()}
+NEUTRAL |= {"experts": 0, "shared_expert_ffn": 0, "router_scores": "softmax", "router_normalize": True}
+NEUTRAL["embedding_scale"] = 1.0
 """The value of a key that a family does not name."""
 
 

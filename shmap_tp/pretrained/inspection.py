@@ -2,14 +2,13 @@
 
 import textwrap
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import jax
 
 from shmap_tp.config import compose
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
+from shmap_tp.data.subwords import read_subwords
 from shmap_tp.errors import UserError
 from shmap_tp.model.flops import parameter_terms
 from shmap_tp.parallel.mesh import make_mesh
@@ -18,7 +17,6 @@ from shmap_tp.pretrained.configuration import derive_model
 from shmap_tp.pretrained.family import NEUTRAL, plain
 from shmap_tp.pretrained.reading import find_tensors, paths_of
 from shmap_tp.pretrained.source import Source, open_source
-from shmap_tp.runtime.files import read_json_file
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
 
@@ -90,19 +88,8 @@ def _tokenizer(source: Source) -> str:
     file = source.directory / "tokenizer.json"
     if not file.is_file():
         return "tokenizer: no tokenizer.json"
-    highest = largest_id(file)
+    highest = read_subwords(file.read_bytes(), str(file)).vocabulary - 1
     vocabulary = source.config["vocab_size"]
     if highest >= vocabulary:
         raise UserError(f"{file} has the id {highest}, but vocab_size={vocabulary} of the model must be above it")
     return f"tokenizer: tokenizer.json, ids up to {highest}"
-
-
-def largest_id(file: Path) -> int:
-    """The largest token id of a tokenizer.json.  Raises UserError if the file is not one."""
-    content: Any = read_json_file(file)
-    try:
-        words = content["model"]["vocab"]
-        ids = list(words.values()) if isinstance(words, dict) else list(range(len(words)))
-        return max([*ids, *(token["id"] for token in content.get("added_tokens", []))])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is not the JSON file of a tokenizer; copy it again") from error

@@ -29,6 +29,7 @@ from shmap_tp.model.adapters import split_factors
 from shmap_tp.model.sharded_model import parameter_shapes
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import Declaration, declarations
+from shmap_tp.pretrained.config_json import OBJECT, POSITIVE, SIZE, TEXT, checked, require, require_one_of
 from shmap_tp.pretrained.configuration import Target
 from shmap_tp.pretrained.family import Family, Row
 from shmap_tp.pretrained.layout import Layout, sizes_of
@@ -82,27 +83,29 @@ def open_adapter(directory: str, base: Source) -> SavedAdapter:
         if not (root / CONFIG).is_file():
             raise UserError(f"{shown(directory)} has no {CONFIG}; name a directory as PEFT's save_pretrained writes it")
     given, where = read_json_file(root / CONFIG), str(root / CONFIG)
-    _refuse_unsupported(given, where)
+    config = _read_config(given, where)
     if (root / BASE).is_file():
-        recorded = read_json_file(root / BASE)
-        if not (isinstance(recorded, dict) and all(isinstance(recorded.get(key), str) for key in ("path", "sha256"))):
-            raise UserError(f"{root / BASE} does not say which weights the adapter was trained beside; copy it again")
+        recorded = checked(OBJECT, read_json_file(root / BASE), "the content", str(root / BASE))
+        for key in ("path", "sha256"):
+            checked(TEXT, recorded.get(key), key, str(root / BASE))
         found = {"path": str(base.directory), "sha256": base.sha256()}
         require_same_base(found, recorded, str(root), "--pretrained DIR")
     files = Source(root, base.config, base.family, weights=WEIGHTS, described_by=f"{where} beside {base.config_file}")
-    rank, groups = given["r"], _groups(base.family)
+    groups = _groups(base.family)
     present = [module for module in groups if _name(module, LORA_A, 0) in files.tensors]
     if not present:
         raise UserError(
             f"{root / WEIGHTS} has no factor of a matrix of {base.family.architecture}; name another adapter"
         )
-    shared = frozenset(module for module in present if files.tensors[_name(module, LORA_A, 0)].shape[:1] == (rank,))
+    shared = frozenset(
+        module for module in present if files.tensors[_name(module, LORA_A, 0)].shape[:1] == (config.rank,)
+    )
     blocks = [module for module in present if module not in shared and len(groups[module]) > 1]
-    _check_patterns(given, where, blocks, groups)
+    for key, wanted in _patterns(config, {_suffix(module): len(groups[module]) for module in blocks}).items():
+        rule = "is not supported: all matrices have one rank and alpha here"
+        require((given.get(key) or {}) == wanted, key, given.get(key), rule, where)
     matrices = [path.split(".")[-2] for module in present for path in groups[module]]
-    scale = AdapterScale.sqrt_rank if given.get("use_rslora") else AdapterScale.rank
-    config = AdapterConfig(rank, float(given["lora_alpha"]), scale, matrices, Precision.auto)
-    return SavedAdapter(root, files, config, shared)
+    return SavedAdapter(root, files, replace(config, matrices=matrices), shared)
 
 
 def load_factors(adapter: SavedAdapter, model: ModelConfig, shapes: Transformer) -> Transformer:
@@ -129,7 +132,7 @@ def adapter_target(
     trained beside.
 
     rsLoRA is written as plain LoRA with alpha times sqrt(r), the same product, since some engines ignore use_rslora
-    (https://github.com/vllm-project/vllm/issues/10798); or with `rslora` as it is.  Raises UserError if it is not that.
+    (https://github.com/vllm-project/vllm/issues/10798); or with `rslora` as it is.
     """
     arrays, groups = paths_of(factors), _groups(target.family)
     modules = {module: [path for path in paths if _factor(path) in arrays] for module, paths in groups.items()}
@@ -139,8 +142,6 @@ def adapter_target(
     blocks = [module for module in modules if module not in shared]
     first = next(row for row in target.family.rows if row.theirs in modules)
     adapter = model.adapter
-    if rslora and adapter.scale != AdapterScale.sqrt_rank:
-        raise UserError(f"rslora is for adapters of model.adapter.scale=sqrt_rank, not {adapter.scale}; leave it out")
     if adapter.scale == AdapterScale.sqrt_rank and not rslora:
         adapter = replace(adapter, scale=AdapterScale.rank, alpha=adapter.alpha * adapter.rank**0.5)
     document = {
@@ -155,8 +156,7 @@ def adapter_target(
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": _dims(first)[0][0] == _sides(first, _described(model)[first.ours])[0],
-        "rank_pattern": {_suffix(module): adapter.rank * len(groups[module]) for module in blocks},
-        "alpha_pattern": {_suffix(module): _block_alpha(adapter, len(groups[module])) for module in blocks},
+        **_patterns(adapter, {_suffix(module): len(groups[module]) for module in blocks}),
     }
     documents = {CONFIG: document} | ({} if base is None else {BASE: dict(base)})
     return replace(target, family=family, weights=WEIGHTS, documents=documents)
@@ -237,38 +237,28 @@ def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def _refuse_unsupported(given: Any, where: str) -> None:
-    """Raise UserError for an option that changes what an adapter computes, and is not read here."""
-    if not isinstance(given, dict) or given.get("peft_type") != "LORA":
-        kind = given.get("peft_type") if isinstance(given, dict) else None
-        raise UserError(f"{where}: peft_type={shown(kind)} is not supported; supported is LORA")
+def _patterns(adapter: AdapterConfig, parts: Mapping[str, int]) -> dict[str, dict[str, int | float]]:
+    """What adapter_config.json says of block-diagonal factors, by module with its number of parts."""
+    return {
+        "rank_pattern": {module: adapter.rank * count for module, count in parts.items()},
+        "alpha_pattern": {module: _block_alpha(adapter, count) for module, count in parts.items()},
+    }
+
+
+def _read_config(given: Any, where: str) -> AdapterConfig:
+    """The adapter, without its matrices.  Raises UserError for an option that changes what it computes, and is not
+    read here."""
+    require_one_of(["LORA"], "peft_type", checked(OBJECT, given, "the content", where).get("peft_type"), where)
     for key in sorted(given.keys() - HARMLESS):
         off = INITIAL if key == "init_lora_weights" else (None, False, "none", {}, [])
-        if given[key] not in off:
-            raise UserError(
-                f"{where}: {shown(key)}={shown(given[key])} is not supported; only plain LoRA and rsLoRA are"
-            )
-    rank, alpha = given.get("r"), given.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < FLOAT32_END:
-        raise UserError(
-            f"{where}: r={shown(rank)} and lora_alpha={shown(alpha)} must be numbers above 0, and below 2^128; "
-            f"copy it again"
-        )
-
-
-def _check_patterns(given: Mapping[str, Any], where: str, blocks: list[str], groups: Mapping[str, list[str]]) -> None:
-    """Raise UserError for ranks or alphas of single modules, other than those of block-diagonal factors."""
+        require(given[key] in off, key, given[key], "is not supported; only plain LoRA and rsLoRA are", where)
+    rank, alpha = (
+        checked(SIZE, given.get("r"), "r", where),
+        checked(POSITIVE, given.get("lora_alpha"), "lora_alpha", where),
+    )
+    require(alpha < FLOAT32_END, "lora_alpha", alpha, "must be below 2^128", where)
     scale = AdapterScale.sqrt_rank if given.get("use_rslora") else AdapterScale.rank
-    adapter = AdapterConfig(given["r"], float(given["lora_alpha"]), scale, [], Precision.auto)
-    expected = {
-        "rank_pattern": {_suffix(module): adapter.rank * len(groups[module]) for module in blocks},
-        "alpha_pattern": {_suffix(module): _block_alpha(adapter, len(groups[module])) for module in blocks},
-    }
-    for key, wanted in expected.items():
-        if (given.get(key) or {}) != wanted:
-            raise UserError(
-                f"{where}: {key}={shown(given.get(key))} is not supported: all matrices have one rank and alpha here"
-            )
+    return AdapterConfig(rank, float(alpha), scale, [], Precision.auto)
 
 
 def _check_blocks(adapter: SavedAdapter, family: Family, model: ModelConfig) -> None:

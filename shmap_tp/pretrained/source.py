@@ -19,7 +19,7 @@ from typing import Any
 
 from shmap_tp.data.metadata import COMPANIONS, GENERATION, TEMPLATE
 from shmap_tp.errors import UserError, first_line, shown
-from shmap_tp.pretrained.config_json import section
+from shmap_tp.pretrained.config_json import OBJECT, checked, section
 from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import Family
 from shmap_tp.pretrained.tensor_files import StoredTensor, read_header
@@ -46,7 +46,7 @@ def text_config(config: Mapping[str, Any], where: str) -> tuple[str, dict[str, A
         return None
     architecture, model_type, defaults = TEXT_OF[named[0]]
     text = {key: config[key] for key in TOKENS if key in config}
-    text |= {key: value for key, value in section(config.get("text_config"), "text_config", where).items()}
+    text |= section(config.get("text_config"), "text_config", where)
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
     return named[0], defaults | text | tied | {"architectures": [architecture], "model_type": model_type}
 
@@ -115,9 +115,13 @@ class Source:
             _download(self.hub_name, WEIGHTS, revision=self.directory.name)
         if self.weights != SINGLE or (self.directory / SINGLE).is_file():  # as in transformers, whatever else is there
             return read_header(self.directory / self.weights)
-        if (self.directory / INDEX).is_file():
-            return self._indexed(read_json_file(self.directory / INDEX))
-        files = sorted(self.directory.glob("*.safetensors"))
+        index = self.directory / INDEX
+        if index.is_file():
+            content = checked(OBJECT, read_json_file(index), "the content", str(index))
+            places = checked(OBJECT, content.get("weight_map"), "weight_map", str(index))
+            files = [self.directory / Path(name).name for name in sorted({*map(str, places.values())})]
+        else:
+            files = sorted(self.directory.glob("*.safetensors"))
         if not files:
             pickles = sorted(self.directory.glob("*.bin")) + sorted(self.directory.glob("*.pt*"))
             if pickles:
@@ -134,23 +138,6 @@ class Source:
                     raise UserError(f"{name} is in {found[name].file} and in {file.name}; keep one of the files")
                 found[name] = tensor
         return found
-
-    def _indexed(self, index: Any) -> dict[str, StoredTensor]:
-        places = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(places, dict):
-            raise UserError(f"{self.directory / INDEX} has no weight_map; copy it again")
-        headers = {}
-        for name in dict.fromkeys(map(str, places.values())):
-            with reading(self.directory / name):
-                if Path(name).name != name or not (self.directory / name).is_file():
-                    raise UserError(
-                        f"{self.directory / INDEX} names the file {shown(name)}, which is not there; copy it, too"
-                    )
-                headers[name] = read_header(self.directory / name)
-        for tensor, file in places.items():
-            if tensor not in headers[file]:
-                raise UserError(f"{self.directory / INDEX}: {tensor} is not in {file}; copy both again")
-        return {tensor: headers[file][tensor] for tensor, file in places.items()}
 
     def fingerprint(self) -> str:
         """SHA-256 of config.json, and of the name, dtype, shape and first bytes of each tensor, up to 4096: it tells
@@ -196,10 +183,8 @@ def open_source(name: str) -> Source:
             raise UserError(
                 f"{directory} has no config.json; name a directory as transformers' save_pretrained writes it"
             )
-    config = read_json_file(directory / "config.json")
-    if not isinstance(config, dict):
-        raise UserError(f"{directory / 'config.json'} is not a JSON object; copy it again")
     where = str(directory / "config.json")
+    config = checked(OBJECT, read_json_file(directory / "config.json"), "the content", where)
     text_of, config = text_config(config, where) or (None, config)
     return Source(directory, config, find_family(config, where), hub_name, text_of=text_of)
 
@@ -208,14 +193,10 @@ def _download(name: str, patterns: Sequence[str], revision: str | None) -> Path:
     """The local copy of a model on the hub, a directory with the name of its revision; `patterns` are its files."""
     try:
         import huggingface_hub
-    except ImportError:
-        raise UserError(
-            f"{name} is not a directory, and reading it from the hub needs huggingface_hub: "
-            f"pip install -e '.[pretrained]'"
-        ) from None
-    try:
+
         files = {"allow_patterns": list(patterns), "ignore_patterns": list(NOT_DOWNLOADED)}
         return Path(huggingface_hub.snapshot_download(name, revision=revision, **files))
     except Exception as error:  # the library raises those of several HTTP clients
-        reason = first_line(error)
+        is_missing = isinstance(error, ImportError)
+        reason = "this needs huggingface_hub: pip install -e '.[pretrained]'" if is_missing else first_line(error)
         raise UserError(f"{name} is not a directory, and cannot be read from the Hugging Face hub: {reason}") from error

@@ -40,13 +40,16 @@ def with_pretrained(config: Config, components: Components = CONFIGURED) -> Comp
 
 def identify(config: Config) -> dict[str, str]:
     """Where model.from_pretrained is, and the hash of all its weights.  Raises UserError if it cannot be read."""
+    source = _open_base(config.model.from_pretrained, "if it was moved, name it with model.from_pretrained=DIR")
+    return {"path": str(source.directory.resolve()), "sha256": source.sha256()}
+
+
+def _open_base(directory: str, way_out: str) -> Source:
+    """The weights beside which an adapter was trained.  Raises UserError if they cannot be read."""
     try:
-        source = open_source(config.model.from_pretrained)
-        return {"path": str(source.directory.resolve()), "sha256": source.sha256()}
+        return open_source(directory)
     except UserError as error:
-        raise UserError(
-            f"the base of the adapter cannot be read: {error};\nif it was moved, name it with model.from_pretrained=DIR"
-        ) from error
+        raise UserError(f"the base of the adapter cannot be read: {error};\n{way_out}") from error
 
 
 def load_and_record(config: Config, shapes: Transformer) -> Transformer:
@@ -94,8 +97,6 @@ def pretrained_parameters(
 
     Raises UserError if they cannot be read, or the memory of a machine with emulated devices is too small.
     """
-    if config.model.from_pretrained is None:
-        raise UserError("model.from_pretrained=null names no Hugging Face directory")
     source = open_source(config.model.from_pretrained)
     held = shapes
     if dtype is not None:
@@ -130,13 +131,7 @@ def with_base_on_disk(
     directory = config.model.from_pretrained if base is None else base["path"]
     if directory is None or all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(held)):
         return parameters
-    try:
-        source = open_source(directory)
-    except UserError as error:
-        raise UserError(
-            f"the model cannot be merged: it has its base rounded, and the base cannot be read: {error}.\n"
-            f"Put it back there; or write the adapter alone, which needs no base"
-        ) from error
+    source = _open_base(directory, "put it back there to merge it; or write the adapter alone, which needs no base")
     exact = load_parameters(source, config.model, split_factors(held_in(shapes, jnp.float32))[1])
     is_rounding = jax.jit(lambda w, of: jnp.all(w == of.astype(w.dtype)))
     found = jax.tree.map(lambda w, of: of if is_rounding(w, of) else w, held, exact)
@@ -151,12 +146,10 @@ def recorded_base(checkpoint: PathLike) -> dict[str, str] | None:
 
 def base_of(checkpoint: PathLike, recorded: dict[str, str], model: ModelConfig, shapes: Transformer) -> Transformer:
     """The frozen parameters that a checkpoint leaves out and names as `recorded`; the factors are None."""
-    try:
-        source = open_source(recorded["path"])
-    except UserError as error:
-        raise UserError(
-            f"checkpoint {checkpoint} has an adapter alone, and its base cannot be read: {error}.\nPut it back there; "
-            f"or export the adapter with `python -m shmap_tp.pretrained export`, and use --pretrained DIR --adapter OUT"
-        ) from error
+    way_out = (
+        f"put it back there, since checkpoint {checkpoint} has the adapter alone; or export the adapter with "
+        f"`python -m shmap_tp.pretrained export`, and use --pretrained DIR --adapter OUT"
+    )
+    source = _open_base(recorded["path"], way_out)
     require_same_base(recorded | {"sha256": source.sha256()}, recorded, f"checkpoint {checkpoint}")
     return load_parameters(source, model, split_factors(shapes)[1])

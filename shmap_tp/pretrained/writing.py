@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +24,12 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jaxtyping import Float
 
-from shmap_tp.config.schema import Config, ModelConfig, Zero
+from shmap_tp.config.schema import AdapterConfig, AdapterScale, Config, ModelConfig, Zero
 from shmap_tp.config.sources import first_source
 from shmap_tp.data.metadata import GENERATION
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.data.tokenizer import Tokenizer
-from shmap_tp.errors import StorageError, UserError, shown
+from shmap_tp.errors import StorageError, UserError
 from shmap_tp.inference.text import tokenizer_of_checkpoint
 from shmap_tp.model.adapters import merged, split_factors
 from shmap_tp.model.sharded_model import held_in
@@ -66,44 +66,60 @@ Piece = tuple[str, Ranges, Float[np.ndarray, "..."]]
 """(path of a parameter, a box of it, its values)."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a model is written."""
+
+    dtype: str = "float32"
+    """One of `OUTPUT_DTYPES`."""
+    merge: bool = False
+    """The whole model is written of one with adapters, in place of these alone."""
+    rslora: bool = False
+    """As in `adapter_target`."""
+    shard_bytes: int = MAX_SHARD_BYTES
+
+    def check(self, adapter: AdapterConfig) -> None:
+        """Raise UserError for a dtype that is not written, and an option without effect on a model with `adapter`."""
+        if self.dtype not in OUTPUT_DTYPES:
+            raise UserError(f"dtype {self.dtype} cannot be written; use one of {', '.join(OUTPUT_DTYPES)}")
+        is_rslora = adapter.rank and adapter.scale == AdapterScale.sqrt_rank and not self.merge
+        for name, fits, what in [
+            ("merge", adapter.rank, "a model with adapters"),
+            ("rslora", is_rslora, "adapters of model.adapter.scale=sqrt_rank that are written alone"),
+        ]:
+            if getattr(self, name) and not fits:
+                raise UserError(f"{name} is for {what}; leave it out")
+
+
 def save_model(
     out: Path,
     config: Config,
     parameters: Transformer,
     source: Source | None,
-    dtype: str,
-    shard_bytes: int = MAX_SHARD_BYTES,
+    form: Form = Form(),
     *,
     base: Mapping[str, str] | None = None,
-    merge: bool = False,
     text: TextDirectory | None = None,
-    rslora: bool = False,
 ) -> None:
     """Write `parameters` to the new directory `out`; `source` is what they were read from, if they were, and `text` has
     else the files of the tokenizer (`target_of`).
 
-    Adapters alone are written of a model that has some, with the `base` beside which they were trained; to `merge`
-    them, the whole model.  `rslora` as in `adapter_target`.  Every process of a mesh calls it and writes what it has,
-    to a file system that all share.
+    Adapters alone are written of a model that has some, with the `base` beside which they were trained, unless these
+    are merged.  Every process of a mesh calls it and writes what it has, to a file system that all share.
     """
+    form.check(config.model.adapter)
     target = target_of(config.model, source, text)
-    if rslora and (merge or not config.model.adapter.rank):
-        raise UserError("rslora says how an adapter is written, and none is; leave it out")
-    if config.model.adapter.rank and merge:
+    if config.model.adapter.rank and form.merge:
         parameters = merged(parameters)
     elif config.model.adapter.rank:
         parameters, _ = split_factors(parameters)
-        target = adapter_target(target, config.model, parameters, base, rslora=rslora)
-    stacked = paths_of(is_stacked(parameters))
-    save_parameters(out, target, config.model, stacked, pieces_of(parameters), dtype, shard_bytes=shard_bytes)
+        target = adapter_target(target, config.model, parameters, base, rslora=form.rslora)
+    _save_parameters(out, target, config.model, paths_of(is_stacked(parameters)), pieces_of(parameters), form)
 
 
-def export_checkpoint(
-    directory: str, out: Path, step: int | None, dtype: str, *, merge: bool = False, rslora: bool = False
-) -> tuple[Path, str]:
+def export_checkpoint(directory: str, out: Path, step: int | None, form: Form = Form()) -> tuple[Path, str]:
     """Write a checkpoint of a run to the new directory `out`, one chunk of its files at a time; of a run with adapters
-    these alone, or to `merge` them in float32 with the base on disk the whole model, which is then in memory; `rslora`
-    as in `adapter_target`.
+    these alone, or merged in float32 with the base on disk the whole model, which is then in memory.
 
     Returns (the checkpoint, what was written).
     Raises UserError if there is no such checkpoint or its model cannot be expressed, StorageError if the disk is full.
@@ -119,22 +135,20 @@ def export_checkpoint(
     ).shapes
     source = recorded_source(checkpoint, config)
     text = None if source else text_for_export(str(checkpoint), config)
+    form.check(config.model.adapter)
     target, has_adapter = target_of(config.model, source, text), config.model.adapter.rank > 0
-    if (merge or rslora) and not has_adapter:
-        given = "--merge" if merge else "--rslora"
-        raise UserError(f"{given} is for a run with adapters, and {checkpoint} is of one without; leave it out")
     if has_adapter:
         base = recorded_base(checkpoint)
-        if merge:
+        if form.merge:
             held = shapes if base is None else held_in(shapes, jnp.float32)
             parameters = with_base_on_disk(restored_parameters(checkpoint, shapes, held), config, base, shapes)
         else:
             parameters = restore_parameters(checkpoint, shapes if base is None else split_factors(shapes)[0])
-        save_model(out, config, parameters, source, dtype, base=base, merge=merge, rslora=rslora, text=text)
+        save_model(out, config, parameters, source, form, base=base, text=text)
     else:
         stacked, chunks = paths_of(is_stacked(shapes)), read_chunks(checkpoint, shapes)
-        save_parameters(out, target, config.model, stacked, chunks, dtype, shard_bytes=MAX_SHARD_BYTES)
-    kind = "an adapter of " if has_adapter and not merge else ""
+        _save_parameters(out, target, config.model, stacked, chunks, form)
+    kind = "an adapter of " if has_adapter and not form.merge else ""
     return Path(str(checkpoint)), kind + target.family.architecture
 
 
@@ -153,34 +167,25 @@ def text_for_export(checkpoint: str | None, config: Config, given: Tokenizer | N
         return None
 
 
-def save_parameters(
-    out: Path,
-    target: Target,
-    model: ModelConfig,
-    stacked: Mapping[str, bool],
-    pieces: Iterable[Piece],
-    dtype: str,
-    *,
-    shard_bytes: int,
+def _save_parameters(
+    out: Path, target: Target, model: ModelConfig, stacked: Mapping[str, bool], pieces: Iterable[Piece], form: Form
 ) -> None:
     """Write the directory `out`, which does not exist or is empty; every process calls it.
 
     `stacked` has the path of every parameter, and whether it is stacked over layers; `pieces` are what this process
     writes of them.
-    Raises UserError if `out` is not empty or `dtype` is not one of OUTPUT_DTYPES, StorageError if it cannot be written.
+    Raises UserError if `out` is not empty, StorageError if it cannot be written.
     """
-    if dtype not in OUTPUT_DTYPES:
-        raise UserError(f"dtype {dtype} cannot be written; use one of {', '.join(OUTPUT_DTYPES)}")
-    layouts, kind = target.family.layouts(model, stacked), OUTPUT_DTYPES[dtype]
-    divided = _divide(_tensor_shapes(layouts, stacked, model), kind, shard_bytes, target.weights)
-    temporary = _temporary(out)
+    layouts, kind = target.family.layouts(model, stacked), OUTPUT_DTYPES[form.dtype]
+    divided = _divide(_tensor_shapes(layouts, stacked, model), kind, form.shard_bytes, target.weights)
+    temporary = out.parent / f"{out.name}.incomplete"  # which is renamed in the end
     files = [NewFile(temporary / name, shapes, kind) for name, shapes in divided.items()]
     places = {name: tensor for file in files for name, tensor in file.tensors.items()}
 
     def finish() -> None:
         for file in files:
             file.finish()
-        _write_companions(temporary, target, files, dtype)
+        _write_companions(temporary, target, files, form.dtype)
 
     in_process_0 = partial(_in_process_0, out)
     in_process_0(lambda: _check_directories(out, temporary))
@@ -272,23 +277,20 @@ def _write_companions(directory: Path, target: Target, files: Sequence[NewFile],
         (directory / GENERATION).write_text(json.dumps({"_from_model_config": True} | tokens) + "\n")
 
 
-def _temporary(out: Path) -> Path:
-    """The directory that is renamed to `out` in the end.  Raises UserError if `out` names no directory."""
-    if not out.name or "\0" in out.name:
-        raise UserError(f"--out {shown(out)} names no directory that can be made; name one that does not exist")
-    return out.with_name(out.name + ".incomplete")
-
-
 def _check_directories(out: Path, temporary: Path) -> None:
     """Raise UserError if `out` is in use, or `temporary` is something else than what a killed export leaves."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists and is not an empty directory; name another, or remove it")
     names = os.listdir(temporary) if temporary.exists() else []
-    if temporary.is_symlink() or (names and not any(map(LOCK.fullmatch, names))):
-        raise UserError(
-            f"{temporary} exists, and no export that was interrupted left it: it would be replaced while {out} is "
-            f"written;\nmove it elsewhere, or name another --out"
-        )
+    is_in_use = out.exists() and (not out.name or not out.is_dir() or any(out.iterdir()))
+    for directory, is_foreign, rule in [
+        (out, is_in_use, "exists and is not an empty directory; name another, or remove it"),
+        (
+            temporary,
+            temporary.is_symlink() or (names and not any(map(LOCK.fullmatch, names))),
+            "exists, and no export that was interrupted left it; move it elsewhere, or name another --out",
+        ),
+    ]:
+        if is_foreign:
+            raise UserError(f"{directory} {rule}")
 
 
 def _remove_files(temporary: Path) -> None:

@@ -34,7 +34,7 @@ from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
 from shmap_tp.pretrained.tensor_files import StoredTensor
-from shmap_tp.pretrained.writing import save_model
+from shmap_tp.pretrained.writing import Form, save_model
 from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.model_functions import build_model_functions
@@ -69,14 +69,14 @@ def work(given: argparse.Namespace) -> dict[str, Any]:
         shards = [shard.data.nbytes for x in jax.tree.leaves(parameters) for shard in x.addressable_shards]
         measured["shards_mib"] = sum(shards) / MIB
         with measuring(measured, "export"):
-            save_model(given.out / mesh / "loaded", config, parameters, source, "float32")
+            save_model(given.out / mesh / "loaded", config, parameters, source, Form("float32"))
         if given.steps and mesh == given.mesh[-1]:
             parameters = train(given, given.out / mesh, config, functions, parameters, source)
         found[mesh] = measured
     if given.full_disk is not None:
         os.pwrite = full_disk if given.process == given.full_disk else os.pwrite
         try:
-            save_model(given.out / "full", config, parameters, source, "float32")
+            save_model(given.out / "full", config, parameters, source, Form("float32"))
         except ShmapTpError as error:
             found["error"] = str(error)
     return found
@@ -95,7 +95,7 @@ def train(given: argparse.Namespace, out: Path, config: Config, functions: Any, 
         losses.append(float(metrics["loss"]))
     with Checkpoints(config.checkpoint, print) as checkpoints:
         checkpoints.save(given.steps, state, {"config": to_dict(config)})
-    save_model(out / "trained", config, state.params, source, "float32")
+    save_model(out / "trained", config, state.params, source, Form("float32"))
     if jax.process_index() == 0:
         np.save(out / "logits.npy", logits)
         (out / "losses.json").write_text(json.dumps(losses))

@@ -82,7 +82,9 @@ def test_a_base_that_was_moved_is_named_again_and_one_that_was_changed_is_refuse
     try:
         with pytest.raises(UserError, match=r"model is not a directory.*\n.*model\.from_pretrained=DIR"):
             resumed(tmp_path / "run")
-        with pytest.raises(UserError, match=r"its base cannot be read: .*\n.*--pretrained DIR --adapter OUT"):
+        with pytest.raises(
+            UserError, match=r"base of the adapter cannot be read: .*\n.*--pretrained DIR --adapter OUT"
+        ):
             shmap_tp.Model.restore(tmp_path / "run")
         assert resumed(tmp_path / "run", "train.steps=5", f"model.from_pretrained={work / 'moved'}")
         assert shmap_tp.Model.restore(tmp_path / "run", dp=1, mp=1).source is not None

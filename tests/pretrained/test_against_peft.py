@@ -15,7 +15,7 @@ from shmap_tp.model.adapters import split_factors
 from shmap_tp.pretrained.peft import load_factors, open_adapter
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
-from shmap_tp.pretrained.writing import save_model
+from shmap_tp.pretrained.writing import Form, save_model
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import distances
 from tests.helpers.paths import ROOT
@@ -140,7 +140,7 @@ def test_factors_after_20_steps_are_those_that_peft_trains(tmp_path):
         batch = jax.device_put(tokens()[None, :, : LENGTH + 1].astype(np.int32), functions.tokens.sharding)
         for _ in range(STEPS):
             state, _ = functions.step(state, batch)
-        save_model(tmp_path / "out", config, state.params, source, "float64")
+        save_model(tmp_path / "out", config, state.params, source, Form("float64"))
     found = distances(read_tensors(tmp_path / "out"), expected)
     print(f"PEFT, {STEPS} steps of AdamW: {max(found.values()):.1e}")
     assert max(found.values()) < 1e-6, found

@@ -16,7 +16,7 @@ from shmap_tp.pretrained.families import find_family
 from shmap_tp.pretrained.family import plain
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
-from shmap_tp.pretrained.writing import MAX_SHARD_BYTES, save_model
+from shmap_tp.pretrained.writing import MAX_SHARD_BYTES, Form, save_model
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import build_step_functions
 from tests.helpers.assertions import assert_same_bits, distances
@@ -118,7 +118,7 @@ def test_logits_and_gradients_are_those_of_transformers_in_every_mode(directorie
     of_logits = difference(model.logits(tokens()[:, :-1]), logits)
     ours, gradients = model.loss_and_gradients(tokens())
     assert abs(float(ours) - loss) < 1e-5 * loss
-    save_model(tmp_path / "gradients", model.config, gradients, model.source, "float32")
+    save_model(tmp_path / "gradients", model.config, gradients, model.source, Form("float32"))
     of_gradients = distances(read_tensors(tmp_path / "gradients"), expected)
     print(f"{case} {mesh}: logits {of_logits:.1e}, gradients {max(of_gradients.values()):.1e}")
     assert of_logits < TOLERANCE["float32"]
@@ -145,7 +145,7 @@ def test_what_is_written_is_loaded_by_transformers_without_missing_or_unexpected
     """Also in bfloat16, in files of at most 30 kB, with an index.  What transformers writes of that is read again."""
     model = shmap_tp.from_pretrained(directories / case, **MESH)
     for dtype, shard_bytes in (("float32", MAX_SHARD_BYTES), ("bfloat16", 30_000)):
-        save_model(tmp_path / dtype, model.config, model.parameters, model.source, dtype, shard_bytes=shard_bytes)
+        save_model(tmp_path / dtype, model.config, model.parameters, model.source, Form(dtype, shard_bytes=shard_bytes))
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / dtype, dtype="auto", output_loading_info=True
         )
@@ -215,7 +215,7 @@ def test_three_steps_of_adamw_are_those_of_torch(directories, case, tmp_path):
         batch = jax.device_put(tokens()[None].astype(np.int32), functions.tokens.sharding)
         for _ in range(3):
             state, _ = functions.step(state, batch)
-        save_model(tmp_path / "out", config, state.params, source, "float64")
+        save_model(tmp_path / "out", config, state.params, source, Form("float64"))
     found = distances(read_tensors(tmp_path / "out"), expected)
     print(f"{case} AdamW: {max(found.values()):.1e}")
     assert max(found.values()) < 1e-9, found

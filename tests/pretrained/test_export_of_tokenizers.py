@@ -89,7 +89,7 @@ def test_transformers_generates_what_we_do_from_a_run_from_nothing_that_is_expor
     config = tiny(tmp_path / "run", *model, f"data.dir={data}", "train.steps=2", "optimizer.warmup_steps=1")
     assert shmap_tp.run_training(config)
     (data / "meta.json").unlink()  # the run is enough
-    export_checkpoint(config.run.dir, tmp_path / "out", None, "float32")
+    export_checkpoint(config.run.dir, tmp_path / "out", None)
     ours = shmap_tp.Model.restore(config.run.dir, dp=1, mp=1)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -28,13 +28,16 @@ RUN = (
     "log.tensorboard=false log.every=1 run.compilation_cache=null"
 )
 
+WORDS = '{"model": {"type": "WordLevel", "vocab": {"a": 0, "b": %d}, "unk_token": "a"}}'
+"""A tokenizer.json."""
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, data, and a run of four steps on the mesh (2, 4) from one and on the other."""
     work = tmp_path_factory.mktemp("work")
     model = write_directory(work / "model", "llama")
-    (model / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 96}}}')
+    (model / "tokenizer.json").write_text(WORDS % 96)
     write_tokens(work / "data")
     given = [f"model.from_pretrained={model}", f"run.dir={work / 'run'}", f"data.dir={work / 'data'}"]
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +145,7 @@ def test_inspect_prints_shape_parameters_and_meshes(work, tmp_path, capsys):
     assert "embedding_scale" not in said and max(map(len, said.splitlines()[1:])) <= 120
     directory = tmp_path / "larger"
     shutil.copytree(work / "model", directory)
-    (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 97}}}')
+    (directory / "tokenizer.json").write_text(WORDS % 97)
     assert main(["inspect", str(directory)]) == 2
     assert "tokenizer.json has the id 97, but vocab_size=97 of the model must be above it" in capsys.readouterr().err
 

@@ -77,10 +77,9 @@ def test_an_adapter_is_written_and_read_with_the_same_bits_and_merged_into_the_s
         model.save_pretrained(tmp_path / "rslora", rslora=True)
         config = json.loads((tmp_path / "rslora" / "adapter_config.json").read_text())
         assert (config["use_rslora"], config["lora_alpha"]) == (True, 16)
-        with pytest.raises(UserError, match=r"rslora is for adapters of model.adapter.scale=sqrt_rank, not rank"):
-            found.save_pretrained(tmp_path / "refused", rslora=True)
-        with pytest.raises(UserError, match="rslora says how an adapter is written, and none is"):
-            model.save_pretrained(tmp_path / "refused", rslora=True, merge=True)
+        for refused, merge in ((found, False), (model, True)):
+            with pytest.raises(UserError, match=r"rslora is for adapters of model.adapter.scale=sqrt_rank that are"):
+                refused.save_pretrained(tmp_path / "refused", rslora=True, merge=merge)
     if case == "llama_tied":  # matrices are merged in our arrays, which are written as those without an adapter
         model.save_pretrained(tmp_path / "merged", merge=True)
         whole = shmap_tp.from_pretrained(tmp_path / "merged", context=32)
@@ -147,8 +146,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern="),
     ({"peft_type": "IA3"}, "peft_type=IA3 is not supported; supported is LORA"),
     ({"an_option_of_next_year": 1}, "an_option_of_next_year=1 is not supported"),
-    ({"lora_alpha": 10**400}, r"lora_alpha=.* must be numbers above 0, and below 2\^128"),
-    ({"r": 0}, "r=0 and lora_alpha=16 must be numbers above 0"),
+    ({"lora_alpha": 10**400}, r"lora_alpha=.* must be a number above 0"),
+    ({"r": 0}, "r=0 must be an integer above 0"),
     ({"r": 4}, r"lora_A.weight has the shape \[3, 48\], but .*adapter_config.json beside .* asks for \[4, 48\]"),
 ])  # fmt: skip
 def test_options_of_peft_that_are_not_supported_are_refused_by_name(saved, tmp_path, changed, message):
@@ -198,8 +197,8 @@ def test_damaged_files_are_refused(saved, tmp_path):
         "more": "has the tensor base_model.model.lm_head.weight, for which",
         "none": "adapter_model.safetensors does not exist; copy it there",
         "config": "has no adapter_config.json; name a directory as PEFT",
-        "base": "base.json does not say which weights",
-        "numbers": "base.json does not say which weights",
+        "base": r"base.json: the content=\[\] must be an object",
+        "numbers": "base.json: path=5 must be a text",
         "nan": r"adapter_model.safetensors: .*\.adapter\.a\.weight has values that are not finite",
         "nowhere": "has no adapter_config.json",
     }.items():

@@ -14,7 +14,7 @@ import shmap_tp
 from shmap_tp.errors import StorageError, UserError
 from shmap_tp.pretrained import reading, tensor_files
 from shmap_tp.pretrained.configuration import target_of
-from shmap_tp.pretrained.writing import save_model
+from shmap_tp.pretrained.writing import Form, save_model
 from tests.helpers.assertions import assert_same_bits
 from tests.helpers.pretrained_models import (
     CASES,
@@ -104,7 +104,7 @@ def test_a_parameter_is_read_in_pieces_and_each_piece_once_for_all_replicas(tmp_
 def test_a_sharded_directory_is_written_with_its_index_and_read_again(tmp_path, monkeypatch):
     directory = write_directory(tmp_path / "in", "llama")
     model = shmap_tp.from_pretrained(directory, dp=2, mp=4)
-    save_model(tmp_path / "out", model.config, model.parameters, model.source, "float32", shard_bytes=100_000)
+    save_model(tmp_path / "out", model.config, model.parameters, model.source, Form("float32", shard_bytes=100_000))
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
     assert (
         files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 2
@@ -116,7 +116,7 @@ def test_a_sharded_directory_is_written_with_its_index_and_read_again(tmp_path, 
         shmap_tp.from_pretrained(tmp_path / "out").parameters, shmap_tp.from_pretrained(directory).parameters
     )
     (tmp_path / "out" / files[1]).unlink()
-    with pytest.raises(UserError, match=rf"names the file {files[1]}, which is not there"):
+    with pytest.raises(UserError, match=rf"{files[1]} does not exist; copy it there"):
         shmap_tp.from_pretrained(tmp_path / "out")
 
 

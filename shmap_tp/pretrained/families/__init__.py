@@ -1,6 +1,7 @@
 """The model families that can be read and written.  A new one is a file of tables, and an entry here."""
 
 from shmap_tp.errors import UserError, shown
+from shmap_tp.pretrained.config_json import LIST, checked, require_one_of
 from shmap_tp.pretrained.families.gemma import GEMMA, GEMMA2, GEMMA3
 from shmap_tp.pretrained.families.gpt import GPT2, GPT_NEOX, GPTJ
 from shmap_tp.pretrained.families.gpt_oss import GPT_OSS
@@ -20,15 +21,11 @@ def find_family(config: dict, where: str) -> Family:
     """The family of a config.json, the content of `where`.  Raises UserError for one that is not in the list, and where
     model_type, by which transformers chooses, is that of another architecture."""
     architectures, model_type = config.get("architectures") or [], config.get("model_type")
-    if not isinstance(architectures, list):
-        raise UserError(f"{where}: architectures={shown(architectures)} must be a list; copy the file again")
+    checked(LIST, architectures, "architectures", where)
     for family in FAMILIES:
         is_named = family.architecture in architectures
-        if is_named and model_type not in (None, family.model_type):
-            raise UserError(
-                f"{where}: the architecture {family.architecture} has model_type={family.model_type}, not "
-                f"{shown(model_type)}; correct the one that is wrong"
-            )
+        if is_named and model_type is not None:
+            require_one_of([family.model_type], "model_type", model_type, where, family.architecture)
         if is_named or (not architectures and family.model_type == model_type):
             return family
     named = ", ".join(map(str, architectures)) or f"model_type={model_type}"

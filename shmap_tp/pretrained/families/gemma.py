@@ -27,9 +27,7 @@ GEMMA = Family(
         Key("hidden_act", ("mlp",), _TANH, {_TANH: "geglu", "gelu": "geglu"}),  # gelu means the tanh form here
     ),
     fixed={"block": "sequential", "norm": "rmsnorm_unit_offset", "positions": "rotary"},
-    context_key="max_position_embeddings",
     rows=ROWS,
-    prefix="model.",
     rotary=RotaryKeys(),
     only={"hidden_activation": (_TANH,), "use_bidirectional_attention": (False,)},
     derived=lambda config, where: {"embedding_scale": math.sqrt(config["hidden_size"])},

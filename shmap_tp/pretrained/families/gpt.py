@@ -6,7 +6,7 @@ and v of the first head, then of the second.
 """
 
 from shmap_tp.pretrained.config_json import RotaryKeys
-from shmap_tp.pretrained.family import GELUS, Family, Key, Row
+from shmap_tp.pretrained.family import GELUS, Family, Key, Row, layer_norm, with_bias
 
 _BLOCK = "transformer.h.{layer}."
 
@@ -20,12 +20,7 @@ GPT2 = Family(
         Key("n_inner", ("ffn",), lambda config: 4 * config["n_embd"]),
         Key("vocab_size", ("vocabulary",)),
         Key("layer_norm_epsilon", ("norm_epsilon",), 1e-5),
-        Key(
-            "activation_function",
-            ("mlp",),
-            "gelu_new",
-            GELUS,
-        ),
+        Key("activation_function", ("mlp",), "gelu_new", GELUS),
         Key("tie_word_embeddings", ("tie_embeddings",), True),
     ),
     fixed={
@@ -45,25 +40,16 @@ GPT2 = Family(
     rows=(
         Row("embedding.weight", "transformer.wte.weight", "v d -> v d"),
         Row("positions.weight", "transformer.wpe.weight", "t d -> t d"),
-        Row("norm.scale", "transformer.ln_f.weight", "d -> d"),
-        Row("norm.bias", "transformer.ln_f.bias", "d -> d"),
+        *layer_norm("norm", "transformer.ln_f"),
         Row("head.weight", "lm_head.weight", "v d -> v d"),
-        Row("blocks.attention_norm.scale", _BLOCK + "ln_1.weight", "d -> d"),
-        Row("blocks.attention_norm.bias", _BLOCK + "ln_1.bias", "d -> d"),
-        Row("blocks.attention.query.weight", _BLOCK + "attn.c_attn.weight", "d (0/3 h k) -> (h k) d"),
-        Row("blocks.attention.query.bias", _BLOCK + "attn.c_attn.bias", "(0/3 h k) -> (h k)"),
-        Row("blocks.attention.key.weight", _BLOCK + "attn.c_attn.weight", "d (1/3 n k) -> d n k"),
-        Row("blocks.attention.key.bias", _BLOCK + "attn.c_attn.bias", "(1/3 n k) -> n k"),
-        Row("blocks.attention.value.weight", _BLOCK + "attn.c_attn.weight", "d (2/3 n k) -> d n k"),
-        Row("blocks.attention.value.bias", _BLOCK + "attn.c_attn.bias", "(2/3 n k) -> n k"),
-        Row("blocks.attention.out.weight", _BLOCK + "attn.c_proj.weight", "(h k) d -> (h k) d"),
-        Row("blocks.attention.out.bias", _BLOCK + "attn.c_proj.bias", "d -> d"),
-        Row("blocks.mlp_norm.scale", _BLOCK + "ln_2.weight", "d -> d"),
-        Row("blocks.mlp_norm.bias", _BLOCK + "ln_2.bias", "d -> d"),
-        Row("blocks.mlp.up.weight", _BLOCK + "mlp.c_fc.weight", "d f -> f d"),
-        Row("blocks.mlp.up.bias", _BLOCK + "mlp.c_fc.bias", "f -> f"),
-        Row("blocks.mlp.down.weight", _BLOCK + "mlp.c_proj.weight", "f d -> f d"),
-        Row("blocks.mlp.down.bias", _BLOCK + "mlp.c_proj.bias", "d -> d"),
+        *layer_norm("blocks.attention_norm", _BLOCK + "ln_1"),
+        *with_bias("blocks.attention.query", _BLOCK + "attn.c_attn", "d (0/3 h k) -> (h k) d", "(0/3 h k) -> (h k)"),
+        *with_bias("blocks.attention.key", _BLOCK + "attn.c_attn", "d (1/3 n k) -> d n k", "(1/3 n k) -> n k"),
+        *with_bias("blocks.attention.value", _BLOCK + "attn.c_attn", "d (2/3 n k) -> d n k", "(2/3 n k) -> n k"),
+        *with_bias("blocks.attention.out", _BLOCK + "attn.c_proj", "(h k) d -> (h k) d", "d -> d"),
+        *layer_norm("blocks.mlp_norm", _BLOCK + "ln_2"),
+        *with_bias("blocks.mlp.up", _BLOCK + "mlp.c_fc", "d f -> f d", "f -> f"),
+        *with_bias("blocks.mlp.down", _BLOCK + "mlp.c_proj", "f d -> f d", "d -> d"),
     ),
 )
 
@@ -78,12 +64,7 @@ GPTJ = Family(
         Key("n_inner", ("ffn",), lambda config: 4 * config["n_embd"]),
         Key("vocab_size", ("vocabulary",)),
         Key("layer_norm_epsilon", ("norm_epsilon",), 1e-5),
-        Key(
-            "activation_function",
-            ("mlp",),
-            "gelu_new",
-            GELUS,
-        ),
+        Key("activation_function", ("mlp",), "gelu_new", GELUS),
         Key("rotary_dim", ("rotary_dim",), lambda config: config["n_embd"] // config["n_head"]),
         Key("tie_word_embeddings", ("tie_embeddings",), False, {False: False}),
     ),
@@ -104,26 +85,21 @@ GPTJ = Family(
     buffers=r"\.attn\.((masked_)?bias|embed_positions)$",
     rows=(
         Row("embedding.weight", "transformer.wte.weight", "v d -> v d"),
-        Row("norm.scale", "transformer.ln_f.weight", "d -> d"),
-        Row("norm.bias", "transformer.ln_f.bias", "d -> d"),
-        Row("head.weight", "lm_head.weight", "v d -> v d"),
-        Row("head.bias", "lm_head.bias", "v -> v"),
-        Row("blocks.norm.scale", _BLOCK + "ln_1.weight", "d -> d"),
-        Row("blocks.norm.bias", _BLOCK + "ln_1.bias", "d -> d"),
+        *layer_norm("norm", "transformer.ln_f"),
+        *with_bias("head", "lm_head", "v d -> v d", "v -> v"),
+        *layer_norm("blocks.norm", _BLOCK + "ln_1"),
         Row("blocks.attention.query.weight", _BLOCK + "attn.q_proj.weight", "(h k) d -> (h k) d"),
         Row("blocks.attention.key.weight", _BLOCK + "attn.k_proj.weight", "(n k) d -> d n k"),
         Row("blocks.attention.value.weight", _BLOCK + "attn.v_proj.weight", "(n k) d -> d n k"),
         Row("blocks.attention.out.weight", _BLOCK + "attn.out_proj.weight", "d (h k) -> (h k) d"),
-        Row("blocks.mlp.up.weight", _BLOCK + "mlp.fc_in.weight", "f d -> f d"),
-        Row("blocks.mlp.up.bias", _BLOCK + "mlp.fc_in.bias", "f -> f"),
-        Row("blocks.mlp.down.weight", _BLOCK + "mlp.fc_out.weight", "d f -> f d"),
-        Row("blocks.mlp.down.bias", _BLOCK + "mlp.fc_out.bias", "d -> d"),
+        *with_bias("blocks.mlp.up", _BLOCK + "mlp.fc_in", "f d -> f d", "f -> f"),
+        *with_bias("blocks.mlp.down", _BLOCK + "mlp.fc_out", "d f -> f d", "d -> d"),
     ),
 )
 
 
 _LAYER = "gpt_neox.layers.{layer}."
-_FUSED = _LAYER + "attention.query_key_value."
+_FUSED = _LAYER + "attention.query_key_value"
 
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
@@ -142,30 +118,20 @@ GPT_NEOX = Family(
     ),
     fixed={"norm": "layernorm", "norm_bias": True, "mlp_bias": True, "positions": "rotary"},
     derived=lambda config, where: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
-    context_key="max_position_embeddings",
     prefix="gpt_neox.",
     rotary=RotaryKeys(base="rotary_emb_base", partial="rotary_pct", default_partial=0.25),
     buffers=r"\.attention\.((masked_)?bias|rotary_emb\.inv_freq)$",
     rows=(
         Row("embedding.weight", "gpt_neox.embed_in.weight", "v d -> v d"),
-        Row("norm.scale", "gpt_neox.final_layer_norm.weight", "d -> d"),
-        Row("norm.bias", "gpt_neox.final_layer_norm.bias", "d -> d"),
+        *layer_norm("norm", "gpt_neox.final_layer_norm"),
         Row("head.weight", "embed_out.weight", "v d -> v d"),
-        Row("blocks.attention_norm.scale", _LAYER + "input_layernorm.weight", "d -> d"),
-        Row("blocks.attention_norm.bias", _LAYER + "input_layernorm.bias", "d -> d"),
-        Row("blocks.attention.query.weight", _FUSED + "weight", "(h 0/3 k) d -> (h k) d"),
-        Row("blocks.attention.query.bias", _FUSED + "bias", "(h 0/3 k) -> (h k)"),
-        Row("blocks.attention.key.weight", _FUSED + "weight", "(n 1/3 k) d -> d n k"),
-        Row("blocks.attention.key.bias", _FUSED + "bias", "(n 1/3 k) -> n k"),
-        Row("blocks.attention.value.weight", _FUSED + "weight", "(n 2/3 k) d -> d n k"),
-        Row("blocks.attention.value.bias", _FUSED + "bias", "(n 2/3 k) -> n k"),
-        Row("blocks.attention.out.weight", _LAYER + "attention.dense.weight", "d (h k) -> (h k) d"),
-        Row("blocks.attention.out.bias", _LAYER + "attention.dense.bias", "d -> d"),
-        Row("blocks.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", "d -> d"),
-        Row("blocks.mlp_norm.bias", _LAYER + "post_attention_layernorm.bias", "d -> d"),
-        Row("blocks.mlp.up.weight", _LAYER + "mlp.dense_h_to_4h.weight", "f d -> f d"),
-        Row("blocks.mlp.up.bias", _LAYER + "mlp.dense_h_to_4h.bias", "f -> f"),
-        Row("blocks.mlp.down.weight", _LAYER + "mlp.dense_4h_to_h.weight", "d f -> f d"),
-        Row("blocks.mlp.down.bias", _LAYER + "mlp.dense_4h_to_h.bias", "d -> d"),
+        *layer_norm("blocks.attention_norm", _LAYER + "input_layernorm"),
+        *with_bias("blocks.attention.query", _FUSED, "(h 0/3 k) d -> (h k) d", "(h 0/3 k) -> (h k)"),
+        *with_bias("blocks.attention.key", _FUSED, "(n 1/3 k) d -> d n k", "(n 1/3 k) -> n k"),
+        *with_bias("blocks.attention.value", _FUSED, "(n 2/3 k) d -> d n k", "(n 2/3 k) -> n k"),
+        *with_bias("blocks.attention.out", _LAYER + "attention.dense", "d (h k) -> (h k) d", "d -> d"),
+        *layer_norm("blocks.mlp_norm", _LAYER + "post_attention_layernorm"),
+        *with_bias("blocks.mlp.up", _LAYER + "mlp.dense_h_to_4h", "f d -> f d", "f -> f"),
+        *with_bias("blocks.mlp.down", _LAYER + "mlp.dense_4h_to_h", "d f -> f d", "d -> d"),
     ),
 )

@@ -9,21 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 from shmap_tp.config.schema import ModelConfig, RotaryScaling
-from shmap_tp.errors import UserError
-from shmap_tp.pretrained.config_json import RotaryKeys, layer_types, pattern_in
+from shmap_tp.pretrained.config_json import RotaryKeys, layer_types, pattern_in, require
 from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, without_mlp
 from shmap_tp.pretrained.family import Family, Key, Row
 
 
 def _derived(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if config.get("quantization_config"):
-        raise UserError(
-            f"{where}: quantization_config says that the weights are quantized, which is not supported; write them as "
-            f"bfloat16:\nAutoModelForCausalLM.from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True), "
-            f"dtype='bfloat16').save_pretrained(OUT)"
-        )
-    if not config.get("rope_scaling") and not config.get("rope_parameters"):
-        raise UserError(f"{where}: rope_scaling is missing, which every GptOssForCausalLM has; copy the file again")
+    rule = (
+        "says that the weights are quantized, which is not supported; write them as bfloat16:\n"
+        "AutoModelForCausalLM.from_pretrained(DIR, quantization_config=Mxfp4Config(dequantize=True), "
+        "dtype='bfloat16').save_pretrained(OUT)"
+    )
+    require(not config.get("quantization_config"), "quantization_config", None, rule, where)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    require(bool(scaling), "rope_scaling", None, "is missing, which every GptOssForCausalLM has", where)
     return {"layer_pattern": pattern_in(config, 2)}
 
 
@@ -47,7 +46,6 @@ GPT_OSS = Family(
         Key("num_experts_per_tok", ("experts_per_token",), 4),
     ),
     fixed=FIXED | {"attention_sinks": True, "mlp_bias": True},
-    context_key="max_position_embeddings",
     rows=(
         *without_mlp(ROWS),
         Row("blocks.attention.sinks", _LAYER + "self_attn.sinks", "h -> h"),
@@ -60,7 +58,6 @@ GPT_OSS = Family(
         Row("blocks.mlp.down.weight", _EXPERTS + "down_proj", "e f d -> e f d"),
         Row("blocks.mlp.down.bias", _EXPERTS + "down_proj_bias", "e d -> e d"),
     ),
-    prefix="model.",
     rotary=RotaryKeys(default_base=150_000.0),
     only={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
     ignored=ROUTER_TRAINING | {"layer_types", "initial_context_length", "experts_per_token", "quantization_config"},

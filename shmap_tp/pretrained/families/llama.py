@@ -11,9 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
-from shmap_tp.errors import UserError, shown
-from shmap_tp.pretrained.config_json import RotaryKeys, repeated, shortest_pattern, size
-from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.config_json import (
+    LIST,
+    SIZE,
+    RotaryKeys,
+    checked,
+    repeated,
+    require,
+    require_one_of,
+    shortest_pattern,
+)
+from shmap_tp.pretrained.family import Family, Key, Row, with_bias
 
 SHAPE = (
     Key("hidden_size", ("width",)),
@@ -30,28 +38,23 @@ SHAPE = (
 
 SWIGLU = Key("hidden_act", ("mlp",), "silu", {"silu": "swiglu"})
 
+_LAYER = "model.layers.{layer}."
+
 ROWS = (
     Row("embedding.weight", "model.embed_tokens.weight", "v d -> v d"),
     Row("norm.scale", "model.norm.weight", "d -> d"),
     Row("head.weight", "lm_head.weight", "v d -> v d"),
-    Row("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight", "d -> d"),
-    Row("blocks.attention.query.weight", "model.layers.{layer}.self_attn.q_proj.weight", "(h k) d -> (h k) d"),
-    Row("blocks.attention.query.bias", "model.layers.{layer}.self_attn.q_proj.bias", "(h k) -> (h k)"),
-    Row("blocks.attention.key.weight", "model.layers.{layer}.self_attn.k_proj.weight", "(n k) d -> d n k"),
-    Row("blocks.attention.key.bias", "model.layers.{layer}.self_attn.k_proj.bias", "(n k) -> n k"),
-    Row("blocks.attention.value.weight", "model.layers.{layer}.self_attn.v_proj.weight", "(n k) d -> d n k"),
-    Row("blocks.attention.value.bias", "model.layers.{layer}.self_attn.v_proj.bias", "(n k) -> n k"),
-    Row("blocks.attention.out.weight", "model.layers.{layer}.self_attn.o_proj.weight", "d (h k) -> (h k) d"),
-    Row("blocks.attention.out.bias", "model.layers.{layer}.self_attn.o_proj.bias", "d -> d"),
-    Row("blocks.attention.query_norm.scale", "model.layers.{layer}.self_attn.q_norm.weight", "k -> k"),
-    Row("blocks.attention.key_norm.scale", "model.layers.{layer}.self_attn.k_norm.weight", "k -> k"),
-    Row("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight", "d -> d"),
-    Row("blocks.mlp.gate.weight", "model.layers.{layer}.mlp.gate_proj.weight", "f d -> f d"),
-    Row("blocks.mlp.gate.bias", "model.layers.{layer}.mlp.gate_proj.bias", "f -> f"),
-    Row("blocks.mlp.up.weight", "model.layers.{layer}.mlp.up_proj.weight", "f d -> f d"),
-    Row("blocks.mlp.up.bias", "model.layers.{layer}.mlp.up_proj.bias", "f -> f"),
-    Row("blocks.mlp.down.weight", "model.layers.{layer}.mlp.down_proj.weight", "d f -> f d"),
-    Row("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias", "d -> d"),
+    Row("blocks.attention_norm.scale", _LAYER + "input_layernorm.weight", "d -> d"),
+    *with_bias("blocks.attention.query", _LAYER + "self_attn.q_proj", "(h k) d -> (h k) d", "(h k) -> (h k)"),
+    *with_bias("blocks.attention.key", _LAYER + "self_attn.k_proj", "(n k) d -> d n k", "(n k) -> n k"),
+    *with_bias("blocks.attention.value", _LAYER + "self_attn.v_proj", "(n k) d -> d n k", "(n k) -> n k"),
+    *with_bias("blocks.attention.out", _LAYER + "self_attn.o_proj", "d (h k) -> (h k) d", "d -> d"),
+    Row("blocks.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", "k -> k"),
+    Row("blocks.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", "k -> k"),
+    Row("blocks.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", "d -> d"),
+    *with_bias("blocks.mlp.gate", _LAYER + "mlp.gate_proj", "f d -> f d", "f -> f"),
+    *with_bias("blocks.mlp.up", _LAYER + "mlp.up_proj", "f d -> f d", "f -> f"),
+    *with_bias("blocks.mlp.down", _LAYER + "mlp.down_proj", "d f -> f d", "d -> d"),
 )
 
 
@@ -67,8 +70,7 @@ ROUTER_TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
 def whole_heads(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """What transformers asks of some classes, also where head_dim is given."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    if width % heads:
-        raise UserError(f"{where}: hidden_size={width} must be a multiple of num_attention_heads={heads}")
+    require(width % heads == 0, "hidden_size", width, f"must be a multiple of num_attention_heads={heads}", where)
     return {}
 
 
@@ -84,9 +86,7 @@ LLAMA = Family(
         Key("mlp_bias", ("mlp_bias",), False),
     ),
     fixed=FIXED,
-    context_key="max_position_embeddings",
     rows=ROWS,
-    prefix="model.",
     rotary=RotaryKeys(),
     derived=whole_heads,
 )
@@ -99,9 +99,7 @@ MISTRAL = Family(
     model_type="mistral",
     keys=(*SHAPE, SWIGLU, _WINDOW),
     fixed=FIXED,
-    context_key="max_position_embeddings",
     rows=ROWS,
-    prefix="model.",
     rotary=RotaryKeys(),
 )
 
@@ -117,7 +115,6 @@ MIXTRAL = Family(
         Key("num_experts_per_tok", ("experts_per_token",), 2),
     ),
     fixed=FIXED,
-    context_key="max_position_embeddings",
     rows=(
         *without_mlp(ROWS),
         Row("blocks.mlp.router.weight", "model.layers.{layer}.block_sparse_moe.gate.weight", "e d -> d e"),
@@ -125,7 +122,6 @@ MIXTRAL = Family(
         Row("blocks.mlp.up.weight", _EXPERT + "w3.weight", "f d -> d f"),
         Row("blocks.mlp.down.weight", _EXPERT + "w2.weight", "d f -> f d"),
     ),
-    prefix="model.",
     rotary=RotaryKeys(default_base=1e6),
     only={"router_jitter_noise": (0.0,)},
     ignored=ROUTER_TRAINING,
@@ -152,9 +148,7 @@ PHI3 = Family(
         Key("sliding_window", ("window",), None),
     ),
     fixed=FIXED,
-    context_key="max_position_embeddings",
     rows=(*(row for row in ROWS if row.ours not in {fused.ours for fused in _FUSED}), *_FUSED),
-    prefix="model.",
     rotary=RotaryKeys(partial="partial_rotary_factor", scalings=()),
     ignored=frozenset({"original_max_position_embeddings"}),  # of LongRoPE
 )
@@ -165,15 +159,13 @@ def _smollm3_pattern(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         config.get(key) for key in ("num_hidden_layers", "no_rope_layer_interval", "no_rope_layers")
     )
     if has_rotary is None:
-        interval = size(4 if interval is None else interval, "no_rope_layer_interval", where)
+        interval = checked(SIZE, 4 if interval is None else interval, "no_rope_layer_interval", where)
         has_rotary = [int((i + 1) % interval != 0) for i in range(layers)]
-    if not isinstance(has_rotary, list) or len(has_rotary) != layers or any(one not in (0, 1) for one in has_rotary):
-        raise UserError(
-            f"{where}: no_rope_layers={shown(has_rotary)} must be a list of num_hidden_layers={layers} "
-            f"numbers, 1 for a layer with the rotary encoding and 0 for one without"
-        )
-    if "sliding_attention" in (kinds := config.get("layer_types") or []):
-        raise UserError(f"{where}: layer_types={shown(kinds)} is not supported; supported is full_attention")
+    numbers = checked(LIST, has_rotary, "no_rope_layers", where)
+    rule = f"must have num_hidden_layers={layers} numbers, 1 for a layer with the rotary encoding and 0 for one without"
+    require(len(numbers) == layers and all(one in (0, 1) for one in numbers), "no_rope_layers", numbers, rule, where)
+    for kind in config.get("layer_types") or []:
+        require_one_of(["full_attention"], "layer_types", kind, where)
     kinds = shortest_pattern(["global" if one else "nope" for one in has_rotary])
     return {"layer_pattern": [] if kinds == ["global"] else kinds}
 
@@ -191,9 +183,7 @@ SMOLLM3 = Family(
         *LLAMA.keys[len(SHAPE) :],
     ),
     fixed=FIXED,
-    context_key="max_position_embeddings",
     rows=LLAMA.rows,
-    prefix="model.",
     rotary=RotaryKeys(default_base=2e6),
     only={"use_sliding_window": (False,)},
     ignored=frozenset({"no_rope_layers", "no_rope_layer_interval", "layer_types", "sliding_window"}),

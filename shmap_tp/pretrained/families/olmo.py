@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shmap_tp.errors import UserError
-from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in
+from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in, require
 from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, SWIGLU
 from shmap_tp.pretrained.families.qwen import EXPERT_ROWS
 from shmap_tp.pretrained.family import Family, Key, Row
@@ -34,9 +33,7 @@ OLMO2 = Family(
         Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
     ),
     fixed=FIXED | {"norm_placement": "after", "qk_norm": True, "qk_norm_across_heads": True},
-    context_key="max_position_embeddings",
     rows=(*(row for row in ROWS if row.ours not in {own.ours for own in _OWN}), *_OWN),
-    prefix="model.",
     rotary=RotaryKeys(),
 )
 
@@ -55,11 +52,8 @@ OLMO3 = replace(
 def _head_dim(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The norms of heads in transformers have the width, whatever head_dim is."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
-    if config.get("head_dim") not in (None, head_dim):
-        raise UserError(
-            f"{where}: head_dim={config['head_dim']} must be hidden_size / num_attention_heads={head_dim} in "
-            f"OlmoeForCausalLM, whose norms of heads have the width"
-        )
+    rule = f"must be hidden_size / num_attention_heads={head_dim} in OlmoeForCausalLM, whose norms have the width"
+    require(config.get("head_dim") in (None, head_dim), "head_dim", config.get("head_dim"), rule, where)
     return {"head_dim": head_dim}
 
 
@@ -73,9 +67,7 @@ OLMOE = Family(
         Key("norm_topk_prob", ("router_normalize",), False),
     ),
     fixed=FIXED | {"qk_norm": True, "qk_norm_across_heads": True},
-    context_key="max_position_embeddings",
     rows=(*(row for row in EXPERT_ROWS if row.ours not in {own.ours for own in _NORMS_OF_HEADS}), *_NORMS_OF_HEADS),
-    prefix="model.",
     rotary=RotaryKeys(),
     only={"clip_qkv": (None,)},
     ignored=ROUTER_TRAINING | {"num_local_experts", "head_dim"},

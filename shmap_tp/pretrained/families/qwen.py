@@ -17,9 +17,7 @@ def _window(config: Mapping[str, Any]) -> ContextLimit | None:
 
 _COMMON = {
     "fixed": FIXED | {"qkv_bias": True},
-    "context_key": "max_position_embeddings",
     "rows": ROWS,
-    "prefix": "model.",
     "rotary": RotaryKeys(),
     "window": _window,
     "ignored": frozenset({"use_sliding_window", "sliding_window", "layer_types"}),

@@ -23,8 +23,9 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", CLOCK, "r
 SECONDS, CHARACTERS = 5.0, 1 << 24
 """The time and the text of a rendering, at most."""
 
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Unicode's noncharacters, around what {% generation %} marks."""
+BEGIN, END, QUOTE, FIRST, LAST = MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
+"""Noncharacters of Unicode: around what {% generation %} marks; in a quoted name, and around another name of a special
+token (`subwords.py`)."""
 
 Message = dict[str, Any]
 """{"role": "system", "user", "assistant" or another that the template knows, "content": text}."""
@@ -81,8 +82,7 @@ class ChatTemplate:
         """(the text of `messages`, the parts of it that {% generation %} marks as the model's own words); with `asks`
         the beginning of an answer follows.  Errors as of `render`."""
         content = json.dumps([[*messages], tools], ensure_ascii=False, default=str)  # dates of tables as texts
-        if BEGIN in content or END in content:
-            raise UserError("the messages have a noncharacter of Unicode, U+FDD0 or U+FDD1; remove it")
+        refuse_marks(content, but=QUOTE)
         messages, tools = json.loads(content)
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": asks}
         rendered = self._rendered(given)
@@ -113,10 +113,9 @@ class ChatTemplate:
         try:
             with _time_limit(SECONDS):
                 yield
-        except MemoryError:
-            raise UserError(f"{self._place} {refusal}: it needs too much memory") from None
         except Exception as error:  # Jinja leaves those of Python as they are
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            default = "it needs too much memory" if isinstance(error, MemoryError) else type(error).__name__
+            reason = (str(error).strip().splitlines() or [default])[0]
             raise UserError(f"{self._place} {refusal}: {shown(reason)}") from None
 
     def _check_null(self, given: dict[str, Any], text: str) -> None:
@@ -137,6 +136,14 @@ class ChatTemplate:
             raise UserError(f"{self._place} changes or leaves out the last message, so that it cannot be continued")
         whole = text[start:].startswith(message.lstrip())
         return text[: start + len(message.lstrip() if whole else message.strip())]
+
+
+def refuse_marks(text: str, but: str = "") -> None:
+    """Raise UserError if a text has one of MARKS, by which it would pass for a part of the template or a token."""
+    if found := {*text} & {*MARKS} - {*but}:
+        raise UserError(
+            f"a text has the noncharacter U+{ord(min(found)):X} of Unicode, which stands for nothing; remove it"
+        )
 
 
 def _compiled(text: str, now: Callable[[], datetime]) -> Any:

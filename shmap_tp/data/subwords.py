@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from shmap_tp.data.chat_template import FIRST, LAST, QUOTE, refuse_marks
 from shmap_tp.data.metadata import Meta
 from shmap_tp.data.text_sources import TRAIN, TextSource
 from shmap_tp.data.tokenizer import END_OF_TEXT, REPLACEMENT, Bytes, Tokenizer
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.files import file_size, reading
 
-QUOTE = "\ufdd2"
 NAME = "tokenizer.json"
 SMALLEST, LARGEST = 257, 1 << 20
 """Ids of a trained tokenizer: the 256 bytes and the end of text; four times the largest published vocabularies."""
@@ -280,14 +280,13 @@ def train_tokenizer(source: TextSource, vocabulary: int, end_of_text: str | None
 
 
 def quoted(value: Any, names: Collection[str]) -> Any:
-    """`value`, a text or a nest of lists and objects, with each of `names` in its texts quoted.  Raises UserError if a
-    text has the noncharacter already."""
+    """`value`, a text or a nest of lists and objects, with each of `names` in its texts quoted.  Raises UserError as
+    `refuse_marks` does."""
     longest_first = sorted(names, key=len, reverse=True)
 
     def quote(value: Any) -> Any:
         if isinstance(value, str):
-            if QUOTE in value:
-                raise UserError("a text has the noncharacter U+FDD2 of Unicode, which stands for nothing; remove it")
+            refuse_marks(value)
             for name in longest_first:
                 value = value.replace(name, name[0] + QUOTE + name[1:])
             return value
@@ -304,7 +303,7 @@ def renamed_tokenizer(content: bytes) -> tuple[str, dict[str, str]]:
     """(a tokenizer.json in which the special tokens of `content` have names that occur in no text, these names)."""
     described = json.loads(content)
     special = [token for token in described.get("added_tokens") or [] if token["special"]]
-    names = {token["content"]: f"\ufdd3{token['id']}\ufdd4" for token in special}
+    names = {token["content"]: f"{FIRST}{token['id']}{LAST}" for token in special}
     for token in special:
         token["content"] = names[token["content"]]
     model = described["model"]

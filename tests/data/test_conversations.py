@@ -206,6 +206,7 @@ def test_the_example_conversations_are_prepared_in_rows_of_the_models_limit(mode
             "line 3: '<.endoftext.>' is to end a conversation",
         ),
         ({"prompt": "\ufdd2", "completion": "b"}, [], "line 3: .* noncharacter U.FDD2"),
+        ({"prompt": "\ufdd31\ufdd4", "completion": "b"}, [], "line 3: .* noncharacter U.FDD3"),  # else token 1
         ({"prompt": "a", "completion": "b"}, ["--date", "2026-11-28"], "--date .* has no effect: .* does not ask"),
         ({"prompt": "a", "completion": "b"}, ["--template-argument", "x=1"], "--template-argument x: .* no variable"),
         ({"prompt": "a", "completion": "b"}, ["--template-argument", "x"], "--template-argument x is not NAME=VALUE"),

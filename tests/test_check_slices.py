@@ -107,7 +107,7 @@ REFUSED = {
     "data that the disk cannot hold": ([*SAVED, DATA[0], *V3], "use data.cache=null"),
     "tokens that the model does not have": (
         [*SAVED, "data.dir=gs://bucket/llama3", *V3],
-        "model.vocabulary=50304 is the limit; use other data or another model",
+        "but model.vocabulary=50304; use data of this vocabulary",
     ),
     "another tokenizer.json": ([*SAVED, "data.dir=gs://bucket/mixed", *V3], "it is not the tokenizer of this data"),
     "sources that cannot be mixed": (

@@ -38,7 +38,7 @@ BAD = {
     "--resume": ["no checkpoint in", "leave it out", "run.dir="],
     "an odd train.bin": ["train.bin: 5999 bytes", "multiple of the 2 bytes", "prepare it again"],
     "a short train.bin": ["train.bin: 16 tokens", "model.context=16 needs 17", "shorten model.context"],
-    "another validation.bin": ["validation.bin: token 64 is id 64", "ends at 63", "model.vocabulary=65"],
+    "another validation.bin": ["validation.bin: ids go up to 64", "model.vocabulary=64", "model.vocabulary=65"],
     "no train.bin": ["train.bin does not exist", "python -m shmap_tp.prepare"],
 }
 FILES = {"odd": b"_" * 5999, "short": b"_" * 32, "another": np.array([*range(64), 64] * 9, "<u2").tobytes()}

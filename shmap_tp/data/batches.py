@@ -23,16 +23,7 @@ from shmap_tp.config.sources import describe_shares, each_source, first_source, 
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.device_batch import ReadAhead, host_shards, on_devices
 from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
-from shmap_tp.data.metadata import (
-    COMPANIONS,
-    META,
-    SPLITS,
-    TEMPLATE,
-    TOKENIZER,
-    Meta,
-    read_companions,
-    read_meta,
-)
+from shmap_tp.data.metadata import COMPANIONS, META, SPLITS, TEMPLATE, TOKENIZER, Meta, read_companions, read_meta
 from shmap_tp.data.order import ORDER, DataOrder, source_key
 from shmap_tp.data.subwords import has_sha256
 from shmap_tp.data.text_directory import TextDirectory
@@ -41,7 +32,7 @@ from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.layers.context import IGNORE
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, reading
+from shmap_tp.runtime.files import file_size, read_file
 from shmap_tp.runtime.workers import in_background
 
 
@@ -169,13 +160,12 @@ def data_warning(data: DataConfig, model: ModelConfig, meta: Meta, largest: int 
     """
     origin = model.from_pretrained
     own = Path(origin or "") / TOKENIZER
-    if origin is not None and (meta.tokenizer_sha256 or meta.tokenizer == Bytes.name) and file_size(own) is not None:
-        with reading(own):
-            if not has_sha256(own.read_bytes(), meta.tokenizer_sha256):
-                return (
-                    f"warning: {data.dir} was tokenized with another tokenizer than {own} "
-                    f"({meta.tokenizer}); prepare it with --tokenizer {origin}, if the model is to read it"
-                )
+    is_known = origin is not None and (meta.tokenizer_sha256 or meta.tokenizer == Bytes.name)
+    if is_known and file_size(own) is not None and not has_sha256(read_file(own), meta.tokenizer_sha256):
+        return (
+            f"warning: {data.dir} was tokenized with another tokenizer than {own} "
+            f"({meta.tokenizer}); prepare it with --tokenizer {origin}, if the model is to read it"
+        )
     vocabulary = meta.vocabulary or (largest or 0) + 1
     if vocabulary > 1 and model.vocabulary >= 2 * vocabulary:
         tokenizer = f", tokenizer {meta.tokenizer}" if meta.tokenizer else ""

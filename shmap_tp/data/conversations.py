@@ -17,7 +17,8 @@ behind it.  Where a token would span the end of the prompt, the text is tokenize
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +58,9 @@ def samples_of(given: Conversation, template: ChatTemplate, ends: re.Pattern[str
     `ends` matches the tokens that may end a turn.  Raises UserError if the template refuses the messages, or an answer
     in its text does not follow the prompt to which it is the answer.
     """
-    try:
-        turns = [number for number, each in enumerate(given.messages) if each["role"] == ASSISTANT]
-        turns = [turn for turn in turns if turn >= given.prompt]
-        each = [_answer(given, turn, template, ends) for turn in turns]
-    except UserError as error:
-        raise UserError(f"{given.place}: {error}") from None
+    turns = [number for number, each in enumerate(given.messages) if each["role"] == ASSISTANT]
+    with errors_at(given.place):
+        each = [_answer(given, turn, template, ends) for turn in turns if turn >= given.prompt]
     whole = each[-1]
     if all(turn.ended for turn in each[:-1]) and all(whole.text.startswith(turn.text) for turn in each):
         return [Sample(whole.text, [span for turn in each for span in turn.answers], whole.ended)]
@@ -164,35 +162,28 @@ def _pair_documents(row: Any, place: str, template: ChatTemplate, ends: re.Patte
 PAIRS = Kind("preference pairs", "pair", _pair_documents)
 
 
+@dataclass
 class ChatSource:
-    """Conversations of files, tokenized and marked, each assigned to a split as a whole; or records of another `kind`.
+    """Conversations of files, tokenized and marked, each assigned to a split as a whole; or records of another kind."""
 
-    The fraction `validation` of the records, at least one, is for validation: those with the lowest hashes.
-    """
-
+    name: str
+    rows: Callable[[], Iterator[tuple[str, Any]]]
+    """Yields (place, record) of each conversation."""
+    template: ChatTemplate
+    text: TextDirectory
+    """The other files of the template's model."""
+    validation: float
+    """The fraction of the records, at least one, that is for validation: those with the lowest hashes."""
+    row: int
+    """Documents of more tokens are refused."""
+    cut: bool
+    """Or each of their samples loses what exceeds its equal share of `row`."""
+    kind: Kind = CONVERSATIONS
+    special_tokens_in_text: bool = False
+    """Names of special tokens in contents are these tokens."""
     marked, files = True, None
 
-    def __init__(
-        self,
-        name: str,
-        rows: Callable[[], Iterator[tuple[str, Any]]],
-        template: ChatTemplate,
-        text: TextDirectory,
-        validation: float,
-        row: int,
-        cut: bool,
-        kind: Kind = CONVERSATIONS,
-        special_tokens_in_text: bool = False,
-    ):
-        """`rows` yields (place, record) of each conversation; `text` has the other files of the template's model.
-
-        Documents of more than `row` tokens are refused; with `cut`, each of their samples loses what exceeds its equal
-        share of `row`.  With `special_tokens_in_text` names of special tokens in contents are these tokens.
-        """
-        self._special_tokens_in_text = special_tokens_in_text
-        self.kind = kind
-        self.name, self._rows, self._template, self._text = name, rows, template, text
-        self._validation, self._row, self._cut = validation, row, cut
+    def __post_init__(self):
         self._long: list[tuple[str, int]] = []  # (where, tokens) of documents that are too long
         self._empty = 0  # of these, how many lack an answer once they are cut
         self._special = list[int]()
@@ -203,19 +194,20 @@ class ChatSource:
     def tokenized(self, tokenizer: Bytes | Subwords) -> Iterator[tuple[str, Int32[np.ndarray, " _"]]]:
         """(split, tokens) of each document: its samples, each to its end of text.  Raises UserError as `kind.documents`
         does, if a document is too long, or a sample contains the end of text."""
-        hashes = sorted({_hash(row) for _, row in self._rows()})
+        hashes = sorted({_hash(row) for _, row in self.rows()})
         if len(hashes) < 2:
             raise UserError(
                 f"{self.name}: {len(hashes)} different {self.kind.name}, but both splits need some; add others"
             )
-        limit = hashes[min(max(round(self._validation * len(hashes)), 1), len(hashes) - 1)]
+        limit = hashes[min(max(round(self.validation * len(hashes)), 1), len(hashes) - 1)]
         special = tokenizer.special_tokens()
         self._special = [*special.values()]
         ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        for place, row in tqdm(self._rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
+        for place, row in tqdm(self.rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
-            row = row if self._special_tokens_in_text else _quoted(row, special, place)
-            documents = self.kind.documents(row, place, self._template, ends)
+            with errors_at(place):
+                row = row if self.special_tokens_in_text else quoted(row, special)
+            documents = self.kind.documents(row, place, self.template, ends)
             self._equal, self._records = self._equal + (not documents), self._records + 1
             for document in documents:
                 parts = [self._tokens(sample, tokenizer, ends, place) for sample in document]
@@ -268,10 +260,10 @@ class ChatSource:
 
     def _fitted(self, parts: list[np.ndarray], place: str) -> list[np.ndarray]:
         """The samples of a document, without their ends if it is too long."""
-        if (size := sum(map(len, parts))) <= self._row:
+        if (size := sum(map(len, parts))) <= self.row:
             return parts
         self._long.append((place, size))
-        share = self._row // len(parts)
+        share = self.row // len(parts)
         cut = [part if len(part) <= share else np.append(part[: share - 1], min(part[-1], ~part[-1])) for part in parts]
         self._empty += not all((part >= 0).any() for part in cut)
         return cut
@@ -291,31 +283,31 @@ class ChatSource:
             return
         place, size = self._long[0]
         are = f"{self.kind.document}s are" if len(self._long) > 1 else f"{self.kind.document} is"
-        what = f"{len(self._long)} {are} longer than --pack {self._row} tokens"
+        what = f"{len(self._long)} {are} longer than --pack {self.row} tokens"
         what = f"{what}; the first, {place}, has {size}"
-        if not self._cut:
+        if not self.cut:
             raise UserError(f"{what};\nuse a larger --pack, shorten them, or cut their ends: --cut")
         write_line(f"{what}: their ends are cut, and {self._empty} that have no answer then are left out")
 
     @property
     def rendering(self) -> dict[str, Any]:
         """How records became texts, for meta.json."""
-        template = self._template
+        template = self.template
         return {
             "template_arguments": template.arguments,
             "date": template.day.isoformat() if template.has_clock and template.day else None,
-            "special_tokens_in_text": self._special_tokens_in_text,
+            "special_tokens_in_text": self.special_tokens_in_text,
         }
 
     def companions(self, tokenizer: Bytes | Subwords) -> dict[str, bytes]:
         """The tokenizer, the template, and what generation stops at, in the files of a Hugging Face directory."""
-        found = {name: self._text.files[name] for name in (CONFIG, GENERATION) if name in self._text.files}
+        found = {name: self.text.files[name] for name in (CONFIG, GENERATION) if name in self.text.files}
         if self._end_tokens:
-            generation = self._text.values(GENERATION)
-            generation["eos_token_id"] = sorted(self._text.ends(GENERATION) | self._end_tokens)
+            generation = self.text.values(GENERATION)
+            generation["eos_token_id"] = sorted(self.text.ends(GENERATION) | self._end_tokens)
             found[GENERATION] = json.dumps(generation, indent=2).encode() + b"\n"
         own = {} if tokenizer.json is None else {TOKENIZER: tokenizer.json}
-        return found | {TEMPLATE: self._template.text.encode()} | own
+        return found | {TEMPLATE: self.template.text.encode()} | own
 
 
 def end_of_conversations(tokenizer: Bytes | Subwords, template: ChatTemplate) -> int:
@@ -336,9 +328,11 @@ def end_of_conversations(tokenizer: Bytes | Subwords, template: ChatTemplate) ->
     )
 
 
-def _quoted(row: Any, special: Collection[str], place: str) -> Any:
+@contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Context of what was read at `place`, which its UserErrors then name."""
     try:
-        return quoted(row, special)
+        yield
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
 

@@ -37,10 +37,7 @@ def prepared_directory(data: DataConfig, pretrained: str | None = None) -> Path:
     """
     if "://" in data.dir:
         return _copy_of_bucket(data, pretrained)
-    if file_size(Path(data.dir) / "train.bin") is None:
-        if Path(data.dir).is_file():
-            raise UserError(f"{shown(data.dir)} is a file; data.dir must name a directory")
-        raise UserError(_how_to_prepare(data, pretrained))
+    _require_data(file_size(Path(data.dir) / "train.bin") is not None, data, pretrained)
     return Path(data.dir)
 
 
@@ -52,14 +49,18 @@ def prepare_command(data: DataConfig, pretrained: str | None, out: str) -> str:
     return f"python -m shmap_tp.prepare {arguments} --out {shlex.quote(out)}"
 
 
-def _how_to_prepare(data: DataConfig, pretrained: str | None) -> str:
-    """What the user does about a data.dir without data."""
+def _require_data(is_there: bool, data: DataConfig, pretrained: str | None) -> None:
+    """Raise UserError, which says how to prepare it, unless data.dir has data."""
+    if is_there:
+        return
     directory = shown(data.dir).rstrip("/")
     other = "; --help lists other sources" if data.source is None else ""
-    missing = f"{directory}/train.bin does not exist; prepare it"
-    if "://" not in directory:
-        return f"{missing} with `{prepare_command(data, pretrained, directory)}`{other}"
-    return f"{missing} and copy it there{other}:\n{prepare_and_copy(data, pretrained, directory)}"
+    what = f"{directory}/train.bin does not exist; prepare it"
+    if "://" in directory:
+        what += f" and copy it there{other}:\n{prepare_and_copy(data, pretrained, directory)}"
+    else:
+        what += f" with `{prepare_command(data, pretrained, directory)}`{other}"
+    raise UserError(f"{directory} is a file; data.dir must name a directory" if Path(data.dir).is_file() else what)
 
 
 def prepare_and_copy(data: DataConfig, pretrained: str | None, url: str) -> str:
@@ -120,14 +121,15 @@ def bucket_messages(key: str, url: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except ImportError as error:
-        needed = "gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else first_line(error)
-        needed = f"`{error.name}`: pip install -e '.[data]'" if error.name in ("pyarrow", "datasets") else needed
-        raise UserError(f"{key}={shown(url)} needs {needed}") from error
     except Exception as error:
         is_missing = isinstance(error, FileNotFoundError) and error.filename is None  # a bucket's says only the path
         reason = "No such file or directory" if is_missing else re.sub(r"^\[Errno \d+\] ", "", first_line(error))
-        raise UserError(f"{key}={shown(url)} cannot be read: {shown(reason)}") from error
+        what = f"cannot be read: {shown(reason)}"
+        if isinstance(error, ImportError):
+            what = "needs gcsfs: pip install -e '.[gcs]'" if url.startswith("gs://") else f"needs {reason}"
+            is_of_data = error.name in ("pyarrow", "datasets")
+            what = f"needs `{error.name}`: pip install -e '.[data]'" if is_of_data else what
+        raise UserError(f"{key}={shown(url)} {what}") from error
 
 
 def open_file_system(key: str, url: str) -> tuple[Any, str]:
@@ -146,8 +148,7 @@ def open_bucket(data: DataConfig, pretrained: str | None = None) -> Bucket:
     Raises UserError if it has no token files, or cannot be read.
     """
     bucket = Bucket(data)
-    if not {"train.bin", "validation.bin", META} <= bucket.files.keys():
-        raise UserError(_how_to_prepare(data, pretrained))
+    _require_data({"train.bin", "validation.bin", META} <= bucket.files.keys(), data, pretrained)
     return bucket
 
 

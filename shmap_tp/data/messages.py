@@ -41,18 +41,17 @@ class Conversation:
 
 def conversation(row: Any, place: str) -> Conversation:
     """The conversation of a record, in any of `FORMS`; `place` is where it was read.  Raises UserError."""
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: an object is needed, in the form {FORMS}")
+    row = row if isinstance(row, dict) else {}
     if isinstance(row.get("messages"), list):
         messages = row["messages"]
     elif isinstance(row.get("conversations"), list):
-        messages = [_of_sharegpt(turn, place) for turn in row["conversations"]]
+        messages = [_of_sharegpt(turn) for turn in row["conversations"]]
     elif {"prompt", "completion"} <= row.keys():
         messages = [*turns_of(row["prompt"], "user"), *turns_of(row["completion"], ASSISTANT)]
     else:
         other = "; for text use --text" if isinstance(row.get("text"), str) else ""
         other = "; for preference pairs use --preferences" if {"chosen", "rejected"} <= row.keys() else other
-        raise UserError(f"{place}: no conversation in the fields {', '.join(row)}; give {FORMS}{other}")
+        raise UserError(f"{place}: no conversation in the fields {', '.join(row) or '(none)'}; give {FORMS}{other}")
     return answered(messages, row.get("tools"), place)
 
 
@@ -67,10 +66,11 @@ def answered(messages: list[Any], tools: Any, place: str) -> Conversation:
     return Conversation(place, messages, read_tools(tools, place))
 
 
-def _of_sharegpt(turn: Any, place: str) -> Message:
-    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or "value" not in turn:
-        raise UserError(f"{place}: a turn of ShareGPT's form is an object with from and value, not {str(turn)[:40]!r}")
-    return {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn["value"]}
+def _of_sharegpt(turn: Any) -> Any:
+    """The message of a turn; what is none stays, and is refused as one."""
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
+        return turn
+    return {"role": SHAREGPT.get(turn["from"], turn["from"]), "content": turn.get("value")}
 
 
 def turns_of(given: Any, role: str) -> list[Any]:
@@ -84,13 +84,12 @@ def pair(row: Any, place: str) -> tuple[Conversation, Conversation] | None:
     None if they are equal, so that neither is preferred.  Without a prompt, it is the longest common beginning.  Raises
     UserError.
     """
-    if not isinstance(row, dict):
-        raise UserError(f"{place}: an object is needed, in the form {PAIR_FORMS}")
+    row = row if isinstance(row, dict) else {}
     given = [row.get(name) for name in ("chosen", "rejected")]
     prompt = row.get("prompt")
     kinds = list if prompt is None else (str, list)
     if not all(isinstance(each, kinds) for each in given) or not isinstance(prompt, str | list | None):
-        raise UserError(f"{place}: no preference pair in the fields {', '.join(row)}; give {PAIR_FORMS}")
+        raise UserError(f"{place}: no preference pair in the fields {', '.join(row) or '(none)'}; give {PAIR_FORMS}")
     asked = [] if prompt is None else turns_of(prompt, "user")
     whole = [_after(asked, turns_of(each, ASSISTANT)) for each in given]
     chosen, rejected = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shmap_tp.errors import UserError
-from shmap_tp.runtime.files import file_size, parse_json, reading
+from shmap_tp.runtime.files import file_size, parse_json, read_file
 
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
@@ -62,16 +62,14 @@ def read_meta(directory: Path) -> Meta:
             f"""echo '{{"dtype": "uint16", "end_of_text": 50256}}' > {path}\n"""
             "(little-endian uint16 as of nanoGPT, or uint32; the id that ends each document, here that of GPT-2)"
         )
-    with reading(path):
-        return parse_meta(path.read_bytes(), path)
+    return parse_meta(read_file(path), path)
 
 
 def parse_meta(content: bytes, path: object) -> Meta:
     """meta.json, read at `path`.  Raises UserError if it cannot be used."""
     value = parse_json(content, path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: an object is needed, not {type(value).__name__}; prepare the data again")
-    known = {name: value[name] for name in Meta.__dataclass_fields__ if value.get(name) is not None}
+    given = value if isinstance(value, dict) else {}
+    known = {name: given[name] for name in Meta.__dataclass_fields__ if given.get(name) is not None}
     if fault := _fault(known):
         raise UserError(f"{path}: {fault}; correct it, or prepare the data again")
     return Meta(**known)
@@ -85,8 +83,7 @@ def read_companions(directory: Path, meta: Meta) -> dict[str, bytes]:
     found = {}
     for name in COMPANIONS:
         if file_size(path := directory / name) is not None:
-            with reading(path):
-                found[name] = path.read_bytes()
+            found[name] = read_file(path)
     content = found.pop(TOKENIZER, None)
     if content is None or meta.tokenizer_sha256 is None:
         return found

@@ -35,7 +35,7 @@ from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.data.tokenizing import id_dtype, parts_key, tokenized
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, reading
+from shmap_tp.runtime.files import file_size, read_file
 
 _PACKED = 1 << 24  # tokens that are packed at a time
 
@@ -185,8 +185,7 @@ def prepare_stdlib(out: Path | str) -> dict:
     except UserError:
         if file_size(meta := Path(out) / META) is None:
             raise
-        with reading(meta):
-            return json.loads(meta.read_bytes())
+        return json.loads(read_file(meta))
 
 
 def _write_splits(
@@ -233,11 +232,11 @@ def _write_splits(
 
 def _check_free(target: Path, overwrite: bool, key: str) -> None:
     """Raise `UserError` unless `target` is new or empty, or holds prepared data that may be replaced."""
-    if os.path.lexists(target) and not target.is_dir():
-        raise UserError(f"{target} is a file; {key} must name a directory")
+    is_file = os.path.lexists(target) and not target.is_dir()
     existing = {path.name for path in target.iterdir()} if target.is_dir() else set()
-    if foreign := existing.difference(FILES):
-        raise UserError(f"{target} holds {shown(min(foreign))}, which is not prepared data; choose another {key}")
+    if is_file or (foreign := existing.difference(FILES)):
+        holds = "" if is_file else f"holds {shown(min(foreign))}, which is not prepared data; choose another {key}"
+        raise UserError(f"{target} {holds or f'is a file; {key} must name a directory'}")
     if existing and not overwrite:
         raise UserError(
             f"{target} already holds prepared data; choose another {key}, or replace it with "

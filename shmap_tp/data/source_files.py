@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from shmap_tp.data.location import bucket_messages, open_file_system
+from shmap_tp.data.tokenizer import check_text
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.files import first_contact, parse_json
 
@@ -87,11 +88,11 @@ def files_at(given: str, endings: Sequence[str] = ENDINGS, option: str = "--text
         system, info = first_contact(contact)
         is_directory = info["type"] == "directory"
         found = [*_files_below(system, info["name"], endings)] if is_directory else [info]
-    if not found:
+    other = next((info["name"] for info in found if info["type"] != "file"), None)  # a FIFO would be waited for
+    if other or not found:
         others = "files, of any ending" if option == "--text" else "another"
-        raise UserError(f"{option} {given}: no {', '.join(endings)} file in this directory; name {others}")
-    if kinds := [info["name"] for info in found if info["type"] != "file"]:  # a FIFO would be waited for
-        raise UserError(f"{option} {given}: {shown(kinds[0])} is no regular file; remove it, or name others")
+        what = f"{shown(other)} is no regular file" if other else f"no {', '.join(endings)} file in this directory"
+        raise UserError(f"{option} {given}: {what}; name {others}")
     url = system.unstrip_protocol if "://" in given else str
     files = [SourceFile(url(info["name"]), info["size"], _version(info), option=option) for info in found]
     return sorted(files, key=lambda file: file.path)
@@ -179,18 +180,13 @@ def _without_nulls(value: Any) -> Any:
 
 def text_field(row: object, field: str, place: str) -> str:
     """The text of one record, read at `place`.  Raises `UserError` if it has none or cannot be encoded."""
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        if isinstance(row, dict) and field in row:
-            raise UserError(f"{place}: the field {field!r} is {shown(row[field])}, not text; name another with --field")
-        fields = ", ".join(row) if isinstance(row, dict) else "none"
-        way = "train on conversations with --chat" if CHAT & {*fields.split(", ")} else "set it with --field"
-        raise UserError(f"{place}: no text in the field {field!r} (fields: {fields}); {way}")
-    text = row[field]
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{place}: character {error.start} of {field!r} is half a surrogate pair; fix it") from None
-    return text
+    row = row if isinstance(row, dict) else {}
+    if not isinstance(row.get(field), str):
+        what = f"which is {shown(row[field])}" if field in row else f"fields: {', '.join(row) or 'none'}"
+        way = "train on conversations with --chat" if CHAT & row.keys() else "set it with --field"
+        raise UserError(f"{place}: no text in the field {field!r} ({what}); {way}")
+    check_text(row[field], f"{place}: the field {field!r}")
+    return row[field]
 
 
 def _documents(file: SourceFile, field: str) -> Iterator[tuple[bytes | str, int]]:

@@ -8,7 +8,7 @@ their first character.  The tokenizer removes it, and reads the name as ordinary
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +18,12 @@ import numpy as np
 from jaxtyping import Int
 
 from shmap_tp.data.chat_template import FIRST, LAST, QUOTE, refuse_marks
-from shmap_tp.data.metadata import Meta
+from shmap_tp.data.metadata import TOKENIZER, Meta
 from shmap_tp.data.text_sources import TRAIN, TextSource
 from shmap_tp.data.tokenizer import END_OF_TEXT, REPLACEMENT, Bytes, Tokenizer
 from shmap_tp.errors import UserError, first_line, shown
-from shmap_tp.runtime.files import file_size, reading
+from shmap_tp.runtime.files import read_file
 
-NAME = "tokenizer.json"
 SMALLEST, LARGEST = 257, 1 << 20
 """Ids of a trained tokenizer: the 256 bytes and the end of text; four times the largest published vocabularies."""
 LONG, OVERLAP = 1 << 18, 1 << 12
@@ -175,27 +174,27 @@ def read_subwords(
 
     `special_tokens`: whether `encode` adds what the file adds to every text.  Raises UserError.
     """
+    tokenizer = _opened(lambda library: library.from_str(content.decode()), place)
+    return Subwords(tokenizer, Path(place).name, content, end_of_text, special_tokens)
+
+
+def _opened(opening: Callable[[Any], Any], place: str) -> Any:
+    """What `opening` makes of the class tokenizers.Tokenizer; `place` names the file in messages."""
     library = tokenizers_library(place)
     try:
-        tokenizer = library.Tokenizer.from_str(content.decode())
+        return opening(library.Tokenizer)
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{place} cannot be opened as a tokenizer: {first_line(error)}") from None
-    return Subwords(tokenizer, Path(place).name, content, end_of_text, special_tokens)
 
 
 def open_subwords(name: str, end_of_text: str) -> Subwords:
     """The tokenizer in the file `name`, or of that name on the hub.  Raises UserError."""
-    library = tokenizers_library(f"--tokenizer {name}")
-    local = name.endswith(".json") or Path(name).is_file()
-    if local and file_size(Path(name)) is None:
-        raise UserError(f"--tokenizer {name} cannot be opened: no such file")
-    try:
-        tokenizer = (library.Tokenizer.from_file if local else library.Tokenizer.from_pretrained)(name)
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"--tokenizer {name} cannot be opened: {first_line(error)}") from None
-    with reading(name):
-        content = Path(name).read_bytes() if local else tokenizer.to_str().encode()
-    found = Subwords(tokenizer, Path(name).name if local else name, content, None, special_tokens=False)
+    if name.endswith(".json") or Path(name).is_file():
+        found = read_subwords(read_file(name, f"--tokenizer {name}"), f"--tokenizer {name}")
+        found.name = Path(name).name
+    else:
+        tokenizer = _opened(lambda library: library.from_pretrained(name), f"--tokenizer {name}")
+        found = Subwords(tokenizer, name, tokenizer.to_str().encode(), None, special_tokens=False)
     found.end_of_text = found.id_of(end_of_text)
     if found.end_of_text is None:
         raise UserError(f"--tokenizer {name} has no token {end_of_text!r}; name its own with --end-of-text")
@@ -206,10 +205,7 @@ def open_tokenizer_file(name: str) -> Tokenizer:
     """The tokenizer `name` for prompts: "bytes" or a tokenizer.json.  Raises UserError if it cannot be used."""
     if name == Bytes.name:
         return Bytes()
-    with reading(name):
-        if not Path(name).is_file():
-            raise UserError(f"--tokenizer {shown(name)}: no such file; give a tokenizer.json, or bytes")
-        return read_subwords(Path(name).read_bytes(), name)
+    return read_subwords(read_file(name, f"--tokenizer {name}"), name)
 
 
 def tokenizers_library(place: str) -> Any:
@@ -271,7 +267,7 @@ def train_tokenizer(source: TextSource, vocabulary: int, end_of_text: str | None
 
     made.train_from_iterator(texts(), trainer)
     end, content = made.token_to_id(end_of_text), made.to_str(pretty=True).encode()
-    found = Subwords(made, NAME, content, end, special_tokens=False)
+    found = Subwords(made, TOKENIZER, content, end, special_tokens=False)
     if end in found.encode_documents([end_of_text])[0]:
         raise UserError(
             f"--end-of-text {shown(end_of_text)} is ordinary text, too; choose a name such as {END_OF_TEXT}"

@@ -18,7 +18,7 @@ from shmap_tp.data.metadata import COMPANIONS, CONFIG, GENERATION, TEMPLATE, TOK
 from shmap_tp.data.subwords import Subwords, open_subwords, read_subwords
 from shmap_tp.data.tokenizer import END_OF_TEXT, Bytes, Tokenizer
 from shmap_tp.errors import UserError, shown
-from shmap_tp.runtime.files import file_size, parse_json, reading
+from shmap_tp.runtime.files import file_size, parse_json, read_file, reading
 
 MODEL = "config.json"
 """The configuration of the model, which also names ids that end a text."""
@@ -48,17 +48,19 @@ class TextDirectory:
     def values(self, name: str) -> dict[str, Any]:
         """The content of a JSON file, {} if it is missing.  Raises UserError if it is no object."""
         found = parse_json(self.files.get(name, b"{}"), f"{self.place}/{name}")
-        if not isinstance(found, dict):
-            raise UserError(f"{self.place}/{name} is not a JSON object; copy it again")
-        return found
+        return self._checked(isinstance(found, dict), found, name, "a JSON object")
+
+    def _checked(self, is_valid: bool, value: Any, name: str, what: str) -> Any:
+        """`value`, which is found in the file `name`.  Raises UserError unless it is valid, as `what` says."""
+        if not is_valid:
+            raise UserError(f"{self.place}/{name} has {shown(value)}, which must be {what}; copy it again")
+        return value
 
     def special_token(self, key: str) -> str | None:
         """The token that tokenizer_config.json names, such as eos_token.  Raises UserError."""
         token = self.values(CONFIG).get(key)
         token = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(token, str | None):
-            raise UserError(f"{self.place}/{CONFIG}: {key}={shown(token)} must be the text of a token; copy it again")
-        return token
+        return self._checked(isinstance(token, str | None), token, CONFIG, f"{key}, the text of a token")
 
     def ends(self, *names: str) -> set[int]:
         """The ids that end a text: each eos_token_id, which may be several, of the files `names`, by default of all.
@@ -67,9 +69,7 @@ class TextDirectory:
         for name in names or (MODEL, GENERATION):
             found = self.values(name).get("eos_token_id")
             found = found if isinstance(found, list) else [] if found is None else [found]
-            if not all(type(token) is int for token in found):
-                raise UserError(f"{self.place}/{name}: eos_token_id={shown(found)} must be ids; copy the file again")
-            ends |= {*found}
+            ends |= {*self._checked(all(type(token) is int for token in found), found, name, "eos_token_id, ids")}
         return ends
 
     def tokenizer_of_data(self, meta: Meta) -> Tokenizer:
@@ -109,7 +109,7 @@ class TextDirectory:
         """
         config, content, place = self.values(CONFIG), self.files.get(TEMPLATE), f"{self.place}/{TEMPLATE}"
         if file is not None:
-            content, place = _template_in(Path(file)), file
+            content, place = read_file(file, f"--template {file}"), file
         text = _of_config(config.get("chat_template")) if content is None else content.decode(errors="replace")
         if not isinstance(text, str):
             raise UserError(
@@ -133,13 +133,6 @@ class TextDirectory:
         written = {CONFIG: config, GENERATION: self.values(GENERATION) | ids, MODEL: ids}
         files = {name: json.dumps(values, indent=2).encode() + b"\n" for name, values in written.items()}
         return TextDirectory(self.files | {TOKENIZER: tokenizer.file_for_export()} | files, self.place)
-
-
-def _template_in(file: Path) -> bytes:
-    if file_size(file) is None:
-        raise UserError(f"--template {file}: no such file; give a chat template in Jinja")
-    with reading(file):
-        return file.read_bytes()
 
 
 def _of_config(template: Any) -> Any:

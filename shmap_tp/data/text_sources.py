@@ -18,16 +18,7 @@ import numpy as np
 
 from shmap_tp.data.location import bucket_messages
 from shmap_tp.data.metadata import TOKENIZER
-from shmap_tp.data.source_files import (
-    ENDINGS,
-    RECORDS,
-    Chunk,
-    SourceFile,
-    chunks_of,
-    files_at,
-    text_field,
-    texts_of,
-)
+from shmap_tp.data.source_files import ENDINGS, RECORDS, Chunk, SourceFile, chunks_of, files_at, text_field, texts_of
 from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.console import write_line

@@ -38,21 +38,18 @@ class Scan(NamedTuple):
 
     largest: int
     """Largest id; -1 if there is none."""
-    position: int
-    """The first token that is it."""
     sha256: str
 
 
 def scan(stream: BinaryIO, dtype: np.dtype) -> Scan:
     """Read all ids of `stream`."""
-    digest, largest, position, start = hashlib.sha256(), -1, -1, 0
+    digest, largest = hashlib.sha256(), -1
     while chunk := stream.read(_CHUNK):
         digest.update(chunk)
         ids = np.frombuffer(chunk[: len(chunk) - len(chunk) % dtype.itemsize], dtype)
-        if len(ids) and (chunk_largest := int(ids.max())) > largest:
-            largest, position = chunk_largest, start + int(ids.argmax())
-        start += len(ids)
-    return Scan(largest, position, digest.hexdigest())
+        if len(ids):
+            largest = max(largest, int(ids.max()))
+    return Scan(largest, digest.hexdigest())
 
 
 def scan_once(path: Path, dtype: np.dtype) -> Scan:
@@ -108,40 +105,19 @@ class TokenFile:
         """`counted` is the sha256 of the file that says which tokens count; None: all do."""
         self.path, self.context, self.counted = path, context, counted
         self.tokens = _count_tokens(path, DTYPES[dtype].itemsize)
-        if self.tokens <= context:
-            raise UserError(
-                f"{path}: {self.tokens} tokens, but one sequence of model.context={context} needs {context + 1}; "
-                "prepare more text or shorten model.context"
-            )
+        _check_length(path, self.tokens, context)
         with reading(path):
-            self.largest, position, self.sha256 = scan_once(path, DTYPES[dtype])
+            self.largest, self.sha256 = scan_once(path, DTYPES[dtype])
             self._ids = np.memmap(path, dtype=DTYPES[dtype], mode="r")
-        if sha256 not in (None, self.sha256):
-            raise UserError(
-                f"{path}: sha256 is {self.sha256[:12]}..., {META} says {sha256[:12]}...; the file has changed:\n"
-                "copy it again, or prepare it again with `python -m shmap_tp.prepare ... --overwrite`"
-            )
-        if self.largest >= vocabulary:
-            raise UserError(
-                f"{path}: token {position} is id {self.largest}, but model.vocabulary={vocabulary} ends at "
-                f"{vocabulary - 1}; "
-                + (
-                    _other_reading(self._ids, vocabulary)
-                    or f"use model.vocabulary={self.largest + 1} or more, or the tokenizer of that vocabulary"
-                )
-            )
+        _check_hash(path, self.sha256, sha256)
+        _check_ids(path, self.largest, f"model.vocabulary={vocabulary}", vocabulary)
         self._bits = None if counted is None else self._open_bits(path.with_suffix(".counted"), counted)
 
     def _open_bits(self, path: Path, sha256: str) -> np.ndarray:
         """Whether each token counts, a bit each.  Raises UserError if meta.json has another hash."""
-        size = _existing_size(path)
+        _check_size(path, _existing_size(path), -(-self.tokens // 8), f"{self.tokens} tokens")
         with reading(path):
-            found = scan_once(path, np.dtype(np.uint8)).sha256
-        if found != sha256 or size != -(-self.tokens // 8):
-            raise UserError(
-                f"{path}: {size} bytes of sha256 {found[:12]}..., but {META} says {sha256[:12]}... for {self.tokens} "
-                f"tokens; the file has changed: copy it again, or prepare it again"
-            )
+            _check_hash(path, scan_once(path, np.dtype(np.uint8)).sha256, sha256)
         return np.memmap(path, np.uint8, "r")
 
     def __len__(self) -> int:
@@ -175,7 +151,6 @@ class BucketTokenFile:
 
     def __init__(self, bucket: Bucket, split: str, meta: Meta, *, context: int, vocabulary: int):
         self._bucket, self._name, self._dtype = bucket, f"{split}.bin", DTYPES[meta.dtype]
-        self._vocabulary = vocabulary
         if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
             raise UserError(
                 f"data.cache=null needs the tokens, sha256 and vocabulary in {META} of {bucket.files[META]}; "
@@ -184,17 +159,10 @@ class BucketTokenFile:
         self.path, self.context = bucket.files[self._name], context
         self.tokens, self.sha256, self.largest = meta.tokens[split], meta.sha256[split], meta.vocabulary - 1
         self.counted = meta.counted.get(split)
-        size, stated = bucket.size(self._name), self.tokens * self._dtype.itemsize
-        if size != stated:
-            raise UserError(
-                f"{self.path}: {size} bytes, but {META} says {self.tokens} tokens of {meta.dtype}, {stated} bytes; "
-                "copy or prepare it again"
-            )
-        if self.tokens <= context or self.largest >= vocabulary:
-            raise UserError(
-                f"{self.path}: {self.tokens} tokens of vocabulary {meta.vocabulary}, but model.context={context} needs "
-                f"{context + 1} and model.vocabulary={vocabulary} is the limit; use other data or another model"
-            )
+        stated = f"{self.tokens} tokens of {meta.dtype}"
+        _check_size(self.path, bucket.size(self._name), self.tokens * self._dtype.itemsize, stated)
+        _check_length(self.path, self.tokens, context)
+        _check_ids(self.path, self.largest, f"model.vocabulary={vocabulary}", vocabulary)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -206,8 +174,8 @@ class BucketTokenFile:
         stops, size = starts + self.context + 1, self._dtype.itemsize
         parts = self._bucket.ranges(self._name, (starts * size).tolist(), (stops * size).tolist())
         rows = np.frombuffer(b"".join(parts), self._dtype).reshape(len(indices), self.context + 1)
-        if (largest := int(rows.max(initial=0))) > self.largest:
-            raise UserError(f"{self.path}: id {largest} occurs, but {META} says vocabulary {self.largest + 1}")
+        vocabulary = self.largest + 1
+        _check_ids(self.path, int(rows.max(initial=0)), f"{META} says vocabulary {vocabulary}", vocabulary)
         rows = rows.astype(np.int32)
         if self.counted is not None:
             name = self._name.replace(".bin", ".counted")
@@ -224,19 +192,14 @@ def open_token_file(directory: Path | str, split: str, *, context: int, vocabula
     """
     path = Path(directory) / f"{split}.bin"
     size, meta = _existing_size(path), read_meta(Path(directory))
-    stated = meta.tokens[split] * DTYPES[meta.dtype].itemsize if meta.tokens else size
-    if size != stated:
-        raise UserError(
-            f"{path}: {size} bytes, but {META} says {meta.tokens[split]} tokens of {meta.dtype}, {stated} bytes; "
-            "copy or prepare it again"
-        )
+    if meta.tokens:
+        stated = f"{meta.tokens[split]} tokens of {meta.dtype}"
+        _check_size(path, size, meta.tokens[split] * DTYPES[meta.dtype].itemsize, stated)
     sha256 = meta.sha256.get(split)
     given = {"dtype": meta.dtype, "sha256": sha256, "counted": meta.counted.get(split)}
     file = TokenFile(path, context=context, vocabulary=vocabulary, **given)
-    if meta.vocabulary is not None and file.largest >= meta.vocabulary:
-        raise UserError(
-            f"{path}: id {file.largest} occurs, but {META} says vocabulary {meta.vocabulary}; prepare the data again"
-        )
+    if meta.vocabulary is not None:
+        _check_ids(path, file.largest, f"{META} says vocabulary {meta.vocabulary}", meta.vocabulary)
     if sha256 is None and meta.dtype == "uint16" and _looks_like_uint32(file._ids):
         raise UserError(
             f"{path}: every second uint16 is almost zero, so the tokens are probably uint32, but {META} says uint16; "
@@ -275,6 +238,36 @@ def _mark(row: Int32[np.ndarray, " tokens"], bits: UInt8[np.ndarray, " _"], star
     row[uncounted] = ~row[uncounted]
 
 
+def _check_length(path: object, tokens: int, context: int) -> None:
+    if tokens <= context:
+        raise UserError(
+            f"{path}: {tokens} tokens, but one sequence of model.context={context} needs {context + 1}; prepare more "
+            f"text or shorten model.context"
+        )
+
+
+def _check_size(path: object, size: int, stated: int, what: str) -> None:
+    if size != stated:
+        raise UserError(f"{path}: {size} bytes, but {META} says {what}, {stated} bytes; copy or prepare it again")
+
+
+def _check_hash(path: Path, found: str, stated: str | None) -> None:
+    if stated not in (None, found):
+        raise UserError(
+            f"{path}: sha256 is {found[:12]}..., {META} says {stated[:12]}...; the file has changed:\n"
+            "copy it again, or prepare it again with `python -m shmap_tp.prepare ... --overwrite`"
+        )
+
+
+def _check_ids(path: object, largest: int, limit: str, vocabulary: int) -> None:
+    """`limit` says where `vocabulary` is from."""
+    if largest >= vocabulary:
+        raise UserError(
+            f"{path}: ids go up to {largest}, but {limit}; use data of this vocabulary, or model.vocabulary="
+            f"{largest + 1},\nor correct the vocabulary or the dtype in {META}"
+        )
+
+
 def _existing_size(path: Path) -> int:
     size = file_size(path)
     if size is None:
@@ -294,21 +287,6 @@ def _count_tokens(path: Path, itemsize: int) -> int:
             "copy or prepare it again"
         )
     return size // itemsize
-
-
-def _other_reading(ids: np.ndarray, vocabulary: int) -> str | None:
-    """Advice if the first ids would be in the vocabulary in the other byte order or in the other dtype."""
-    first = np.array(ids[: _FIRST - _FIRST % 2])
-    if first.byteswap().max() < vocabulary:
-        swapped = first.dtype.newbyteorder(">").str
-        return (
-            f"big-endian ids would be below it: if they are,\n"
-            f"convert the file with np.fromfile(file, {swapped!r}).astype({first.dtype.str!r}).tofile(file)"
-        )
-    for name, dtype in DTYPES.items():
-        if dtype != first.dtype and first.nbytes % dtype.itemsize == 0 and first.view(dtype).max() < vocabulary:
-            return f"as {name} they would be below it: if that is their dtype, correct {META}"
-    return None
 
 
 def _looks_like_uint32(ids: np.ndarray) -> bool:

@@ -171,10 +171,17 @@ def parse_json(text: bytes | str, place: object) -> Any:
     raise UserError(f"{place}: not JSON: {reason}; correct it, or write it again") from None
 
 
+def read_file(file: str | Path, name: object = None) -> bytes:
+    """The content of a regular file, which messages call `name`.  Raises UserError if it cannot be read, or is of
+    another kind."""
+    file_size(Path(file))
+    with reading(name or file):
+        return Path(file).read_bytes()
+
+
 def read_json_file(file: Path) -> Any:
     """The content of a JSON file.  Raises UserError if it cannot be read or is not JSON."""
-    with reading(file):
-        return parse_json(file.read_bytes(), file)
+    return parse_json(read_file(file), file)
 
 
 # Files with a JSON object per line, metrics.jsonl, time.jsonl and samples.jsonl, to which each start of a run appends.

@@ -77,7 +77,7 @@ def test_the_forms_of_a_pair_are_the_same():
 
 
 NO_PAIRS = [
-    ([1], "a: an object is needed, in the form"),
+    ([1], "a: no preference pair in the fields .none."),
     ({"prompt": "2?", "chosen": "yes"}, "a: no preference pair in the fields prompt, chosen; give"),
     ({"chosen": "2? yes", "rejected": "2? no"}, "a: no preference pair in the fields chosen, rejected; give"),
     ({"prompt": 2, "chosen": "yes", "rejected": "no"}, "a: no preference pair in the fields"),

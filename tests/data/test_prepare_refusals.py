@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.preparation import jsonl, run
 
 UNREADABLE = {
-    "a FIFO": (os.mkfifo, "in/a.txt is no regular file; remove it"),
+    "a FIFO": (os.mkfifo, "in/a.txt is no regular file; name files"),
     "a broken link": (lambda path: path.symlink_to("absent"), "cannot be read: No such file or directory: .*in/a.txt"),
 }
 
@@ -69,13 +69,18 @@ REFUSALS = [
     ("x.txt", b"a\0b", ["--validation", "0.4"], r"contains a NUL"),
     ("x.txt", b"abc", ["--validation", "1.5"], r"--validation 1\.5 is not between 0 and 1"),
     ("x.txt", b"abc", ["--tokenizer", ""], "--tokenizer has no name; give bytes"),
-    ("x.txt", b"abc", ["--tokenizer", "none.json"], r"--tokenizer none\.json cannot be opened"),
+    ("x.txt", b"abc", ["--tokenizer", "none.json"], r"--tokenizer none\.json cannot be read: No such file"),
     ("x.jsonl", b'{"text": "a"}\n', [], r"no text for validation\.bin"),
     ("x.jsonl", b'{"text": "a"}\n\n{"txt": "b", "id": 1}\n', [], r"line 3: no text in the field 'text' .*: txt, id\)"),
     ("x.jsonl", b'{"text": "a"}\n{"text"\n', [], r"line 2: not JSON"),
     ("x.jsonl", b"[" * 100_000, [], r"line 1: not JSON: it is nested too deeply"),
     ("x.jsonl", b"[1]\n", [], r"line 1: no text in the field 'text'"),
-    ("x.jsonl", b'{"text": "a\\ud800"}\n', [], r"line 1: character 1 of 'text' is half a surrogate pair"),
+    (
+        "x.jsonl",
+        b'{"text": "a\\ud800"}\n',
+        [],
+        r"line 1: the field 'text' has bytes that are not UTF-8, or half of a surrogate pair",
+    ),
 ]
 
 

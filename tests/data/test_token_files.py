@@ -42,14 +42,12 @@ ASCII = np.random.default_rng(0).integers(1, 128, 4000)
 CONTRADICTIONS = [
     (ASCII, "<u4", "uint16", {}, 50_304, "probably uint32, but meta.json says uint16"),
     (RANDOM * 3, "<u4", "uint16", {}, 65536, "probably uint32, but meta.json says uint16"),
-    (RANDOM, "<u2", "uint32", {}, 50_000, "as uint16 they would be below it"),
-    (RANDOM, ">u2", "uint16", {}, 50_000, r"convert the file with np.fromfile\(file, '>u2'\)"),
-    (RANDOM, ">u4", "uint32", {}, 50_000, r"np.fromfile\(file, '>u4'\).astype\('<u4'\)"),
+    (RANDOM, "<u2", "uint32", {}, 50_000, "ids go up to .*, but model.vocabulary=50000; (.|\n)*or the dtype in meta"),
     (RANDOM, "<u2", "uint16", {"tokens": {"train": 3999, "validation": 4000}}, 50_000,
      "8000 bytes, but meta.json says 3999 tokens of uint16, 7998 bytes"),
     (RANDOM, "<u2", "uint32", {"tokens": {"train": 4000, "validation": 4000}}, 50_000,
      "8000 bytes, but meta.json says 4000 tokens of uint32, 16000 bytes"),
-    (RANDOM, "<u2", "uint16", {"vocabulary": 256}, 50_000, "id 499.. occurs, but meta.json says vocabulary 256"),
+    (RANDOM, "<u2", "uint16", {"vocabulary": 256}, 50_000, "ids go up to 499.., but meta.json says vocabulary 256"),
     ([], "<u2", "uint16", {}, 50_000, "train.bin: 0 tokens, but one sequence"),
 ]  # fmt: skip
 
@@ -91,7 +89,7 @@ def test_the_scan_reads_all_chunks_of_a_file(tmp_path, monkeypatch):
     path = write_ids(tmp_path / "x.bin", [*range(20), 300, 1])
     whole = TokenFile(path, context=4, vocabulary=301, dtype="uint16")
     assert whole.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    with pytest.raises(UserError, match=r"token 20 is id 300, but model.vocabulary=300 ends at 299; use .*=301"):
+    with pytest.raises(UserError, match=r"ids go up to 300, but model.vocabulary=300; use .*=301"):
         TokenFile(path, context=4, vocabulary=300, dtype="uint16")
 
 
@@ -103,7 +101,6 @@ FAULTS = {
 }
 METAS = {
     r"meta\.json: not JSON: ": b"{",
-    r"meta\.json: an object is needed, not list": b"[1]",
     r"meta\.json: dtype is 'int8', but must be uint16 or uint32": b'{"dtype": "int8"}',
     r"meta\.json: dtype is None, but must be uint16 or uint32": b"{}",
     r"meta\.json: row is 0, but must be at least 1": b'{"dtype": "uint16", "vocabulary": 50, "row": 0}',
@@ -140,7 +137,7 @@ def test_a_file_is_scanned_once_and_again_only_when_its_size_or_modification_tim
         os.utime(path, (1e9, 1e9))
         found = [(file.largest, file.sha256) for file in (opened(), opened(), opened())]
         assert len(scans) == 3 and found == [(49, hashlib.sha256(path.read_bytes()).hexdigest())] * 3
-        with pytest.raises(UserError, match=r"token 49 is id 49, but model\.vocabulary=49"):
+        with pytest.raises(UserError, match=r"ids go up to 49, but model\.vocabulary=49"):
             open_token_file(directory, "train", context=4, vocabulary=49)
         path.with_suffix(".bin.scan").write_bytes(b"{")
         opened()

@@ -25,9 +25,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
+import shmap_tp
 from shmap_tp.config.values import keys
 from tests.helpers import command_lines
 from tests.helpers.compiling import quick_environment
@@ -37,7 +39,7 @@ from tests.helpers.paths import project_files
 LANGUAGES = {"sh", "python", "yaml", "json", "text"}
 MARKS = {"sh": ["run", "run slow", "check", "hardware"], "python": ["run", "run slow", "hardware", "source"]}
 COMMANDS = {"python", "pip", "pytest", "shmap-tp", "git", "gcloud", "$"}
-README_LINES = 120
+README_LINES = 90
 
 # Command blocks
 
@@ -159,8 +161,37 @@ def test_every_command_is_valid_up_to_its_configuration():
 # Size, links and generated parts
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+def test_the_readme_is_short_and_its_shell_blocks_speak_for_themselves():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= README_LINES and max(map(len, lines)) <= 120
+    assert not [block.place for block in blocks(ROOT / "README.md") if block.info[0] == "sh" and "#" in block.text]
+
+
+def test_the_readme_counts_the_silent_bugs():
+    bugs = re.findall(r"^\| \[.*https", (ROOT / "docs" / "silent-bugs.md").read_text(), re.MULTILINE)
+    assert f"all {len(bugs)} detected" in (ROOT / "README.md").read_text()
+
+
+def test_the_commands_of_the_table_of_the_readme_are_valid():
+    rows = re.findall(r"^\| [^|]+ \| (`.+?`) \| \[.+\]\(docs/", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = [words for row in rows for code in row.split(", ") for words in command_lines.split(code.strip("`"))]
+    assert len(commands) >= 10
+    for words in commands:
+        if words[0] == "shmap-tp" and words[1:2] not in (("train",), ("report",)):
+            words = ("python", "-m", f"shmap_tp.{words[1]}", *words[2:])
+        try:
+            command_lines.check(words)
+        except command_lines.NotChecked:
+            assert words[:2] == ("python", "-m") or (ROOT / words[0]).is_file(), words
+
+
+def test_the_forms_of_the_project_page_ask_for_what_explains_a_number():
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/wrong_number.yml").read_text())
+    needed = {each["id"] for each in form["body"] if each["validations"]["required"]}
+    assert needed >= {"number", "command", "config", "check"}
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["ci"]["steps"]
+    assert steps[-1]["run"] == "bash .ci/run" and steps[0]["with"]["fetch-depth"] == 0
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == shmap_tp.__version__
 
 
 def test_links_and_names_of_files_lead_to_files_that_exist():

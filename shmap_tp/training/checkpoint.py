@@ -12,20 +12,26 @@ makes the steps bad.  It does not count among those that `checkpoint.keep` keeps
 often a diverging run is stopped and resumed, all checkpoints from before the streak remain.
 """
 
+import functools
 import itertools
 import json
+import math
 import os
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.errors import StorageError, UserError, first_line
-from shmap_tp.parallel.partitioning import types_by_path
+from shmap_tp.parallel.partitioning import axes_in, shard_over, types_by_path
 from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.files import make_directory, write_atomically, writing
 from shmap_tp.runtime.workers import interruptible
@@ -43,6 +49,10 @@ from shmap_tp.training.step import State
 
 CHUNK_BYTES = 128 * 2**20
 """The largest chunk in which an array is stored: what a reader of a part of it has in memory."""
+SPLIT_BYTES = 2**20
+"""Shards of which the parts that replicas write would be smaller are written whole, by one replica."""
+PATIENCE_SECONDS = 10.0
+"""How long the loop waits for the save in progress before it delays the next one."""
 
 
 class Checkpoints:
@@ -92,7 +102,8 @@ class Checkpoints:
         return checkpoint_steps(self._dir)
 
     def save(self, step: int, state: State, facts: dict[str, Any], skipped_in_a_row: int = 0) -> None:
-        """Start to save in the background; returns as soon as `state` may be donated.
+        """Start to save in the background; returns as soon as `state` may be donated: once a copy on the devices is
+        dispatched, or where one has no room for it, once the state is on the host.
 
         `facts` are JSON values stored with the arrays; the last `skipped_in_a_row` steps up to this one were skipped.
         Raises the error of the previous save if that failed.
@@ -102,9 +113,28 @@ class Checkpoints:
             self._require_owner()
             if step in self.steps():  # the owner before this one has finished a save meanwhile
                 self._set_aside(step)
-        with self._writing(step), _saving_options():
-            written = ocp.save_checkpointables_async(self._dir / str(step), {"state": state}, custom_metadata=facts)
+        copied = _copied(state) if on_process_0("room for a copy", lambda: _has_room(state)) else state
+        with self._writing(step), _saving_options(is_copy=copied is not state):
+            written = ocp.save_checkpointables_async(self._dir / str(step), {"state": copied}, custom_metadata=facts)
         self._saving = self._background.submit(self._complete, step, written, skipped_in_a_row)
+
+    def delays(self, step: int, patience: float | None = PATIENCE_SECONDS) -> bool:
+        """Whether the save before that of `step` takes longer than `patience` still, the same on all processes.
+
+        Never true of a step that `checkpoint.keep_every` keeps forever.
+        """
+        if self._keep_every and step % self._keep_every == 0:
+            patience = None
+
+        def is_unfinished() -> bool:
+            return self._saving is not None and bool(wait([self._saving], patience).not_done)
+
+        return on_process_0("save in progress", is_unfinished)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the save in progress, if it has failed."""
+        if self._saving and self._saving.done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the save in progress is complete.  Raises its error if it failed."""
@@ -217,10 +247,61 @@ class Checkpoints:
         return next(iter(find_faults(self._dir / str(step))), None)
 
 
-def _saving_options() -> ocp.Context:
-    """Arrays are stored in chunks, and directories are created first: Orbax's default is a background thread; if that
-    fails, its other threads wait for the directories for 300 s."""
+def _copied(state: State) -> State:
+    """A copy of `state` on the same devices, sharded as far as its axes allow: each device has what it writes.
+
+    One program, which runs between two steps; `state` may be donated as soon as it is dispatched.
+    Communication: none.
+    """
+    arrays, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, _copy(tuple(map(_sharding_of_copy, arrays)))(arrays))
+
+
+@functools.lru_cache(16)
+def _copy(shardings: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    return jax.jit(lambda arrays: [jnp.copy(array) for array in arrays], out_shardings=list(shardings))
+
+
+def _sharding_of_copy(array: jax.Array) -> NamedSharding:
+    """The sharding of `array`, and also over each axis of the mesh over which it is replicated, if that divides a dim
+    and leaves shards of `SPLIT_BYTES`."""
+    sharding = array.sharding
+    mesh, spec = sharding.mesh, P(*sharding.spec, *[None] * (array.ndim - len(sharding.spec)))
+    for axis in mesh.axis_names:
+        if axis in axes_in(spec):
+            continue
+        finer = NamedSharding(mesh, shard_over(array.shape, spec, [axis], mesh.shape, first=0))
+        if _shard_bytes(array, finer) >= SPLIT_BYTES:
+            spec = finer.spec
+    return NamedSharding(mesh, spec)
+
+
+def _shard_bytes(array: jax.Array, sharding: NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _has_room(state: State) -> bool:
+    """Whether each device of this process has the memory of a copy beside the most that it has used so far.
+
+    On a CPU, which does not say, a copy takes what copying to the host would.
+    """
+    needed = sum(_shard_bytes(array, _sharding_of_copy(array)) for array in jax.tree.leaves(state))
+    memory = [found for device in jax.local_devices() if (found := device.memory_stats())]
+    return all(needed <= found["bytes_limit"] - found["peak_bytes_in_use"] for found in memory)
+
+
+def _saving_options(*, is_copy: bool) -> ocp.Context:
+    """Arrays are stored in chunks.  A copy of the state is read in the background, each shard by one process; otherwise
+    the caller waits until it is on the host, and replicas read a part of it each.
+
+    Directories are created first: Orbax's default is a background thread; if that fails, its other threads wait for the
+    directories for 300 s.
+    """
     context = ocp.Context()
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     context.asynchronous.create_directories_asynchronously = False
+    context.array.saving.use_replica_parallel = not is_copy
+    if is_copy:
+        context.memory.transfer_concurrent_bytes = sys.maxsize  # None would make Orbax ignore the next line
+        context.memory.is_prioritized_key_fn = lambda _: False
     return context

@@ -14,6 +14,7 @@ import numpy as np
 
 from shmap_tp.config.schema import Config
 from shmap_tp.runtime.agreement import on_process_0
+from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.shutdown import StopRequest
@@ -67,6 +68,7 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
         def due(every: int) -> bool:
             return _is_due(step, every, config.train.steps)
 
+        is_delayed = False  # whether a save waits until the one before it is finished
         evaluated = True  # unless a stop request interrupts the newest evaluation
         has_learned = step or run.components.load_parameters  # else there is nothing to compare later losses with
         if (
@@ -87,6 +89,7 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
                     clock.dispatched(metrics)
                     step += 1
                     meter.record(step, metrics)
+                run.checkpoints.raise_failure()
                 if config.train.check_replicas_every and step % config.train.check_replicas_every == 0:
                     with pause(TimeCategory.replicas):
                         run.replicas.check(state, step)
@@ -97,9 +100,10 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
                     with pause(TimeCategory.samples):
                         if texts := run.sampler(state.params, run.stop.requested):
                             recorder.samples(step, texts)
-                if due(config.checkpoint.every):
+                if is_delayed or due(config.checkpoint.every):
                     with pause(TimeCategory.checkpoint):
-                        if not monitor.in_a_row:  # else the weights are those of an earlier checkpoint
+                        is_delayed = step < config.train.steps and _delays(run, step, is_delayed)
+                        if not (is_delayed or monitor.in_a_row):  # else the weights are those of an earlier checkpoint
                             run.save(step, state, 0)
                             saved_step = step
 
@@ -113,6 +117,14 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
 def _is_due(step: int, every: int, last: int) -> bool:
     """Whether something that is done every `every` steps (0: only at the end) is done after `step`."""
     return step == last or (every > 0 and step % every == 0)
+
+
+def _delays(run: Run, step: int, is_delayed: bool) -> bool:
+    """Whether the save of `step` is put off, since the one before it is not finished; says so the first time."""
+    delays = run.checkpoints.delays(step, 0.0) if is_delayed else run.checkpoints.delays(step)
+    if delays and not is_delayed:
+        print_on_process_0(f"the checkpoint of step {step} is delayed until the one before it is written")
+    return delays
 
 
 def _evaluate(run: Run, step: int, state: State, recorder: Recorder) -> bool:

@@ -29,8 +29,9 @@ OF_EXPERTS = "model.block=sequential", "model.mlp=swiglu", "model.experts=8", "m
 
 
 @pytest.mark.parametrize(("places", "model"), [(DENSE, ()), (EXPERTS, OF_EXPERTS)], ids=["dense", "with experts"])
-def test_a_state_is_restored_bit_for_bit_on_every_mesh_with_every_zero_setting(tmp_path, places, model):
-    """Saved at each place, and restored at every one."""
+def test_a_state_is_restored_bit_for_bit_on_every_mesh_with_every_zero_setting(tmp_path, places, model, monkeypatch):
+    """Saved at each place, split over the replicas as large arrays are, and restored at every one."""
+    monkeypatch.setattr(checkpoint, "SPLIT_BYTES", 1)
 
     def made(place: str) -> StepFunctions:
         config = tiny(tmp_path, *(f"mesh.{size}" for size in place.split()), *model)
@@ -51,15 +52,33 @@ def test_a_state_is_restored_bit_for_bit_on_every_mesh_with_every_zero_setting(t
                 assert all(jax.tree.leaves(laid_out)), (places[step], place)
 
 
-def test_a_state_can_be_donated_while_it_is_being_saved(functions, tmp_path):
+@pytest.mark.parametrize("has_room", [True, False], ids=["copied on the devices", "copied to the host"])
+def test_a_state_can_be_donated_while_it_is_being_saved(functions, tmp_path, monkeypatch, has_room):
+    """With room for a copy, that is what is read, also when `save` has returned."""
+    given, save = [], checkpoint.ocp.save_checkpointables_async
     state = random_state(functions(2, 4), seed=3)
     expected = bits(state)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf - 1, tree), donate_argnums=0)
+    monkeypatch.setattr(checkpoint, "_has_room", lambda state: has_room)
+    monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lambda *a, **k: given.append(a) or save(*a, **k))
     with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
         checkpoints.save(1, state, FACTS)
         jax.block_until_ready(overwrite(state))
+        if has_room:
+            assert bits(given[0][1]["state"]) == expected
         checkpoints.wait()
         assert bits(checkpoints.restore(1, functions(2, 4).shapes)) == expected
+
+
+def test_each_byte_of_a_copy_for_a_save_is_on_one_device_and_none_is_communicated(functions, monkeypatch):
+    """Of an array of which the ranks of dp have replicas, each copies a part."""
+    monkeypatch.setattr(checkpoint, "SPLIT_BYTES", 1)
+    params = random_state(functions(2, 4), seed=1).params
+    copied = [checkpoint._sharding_of_copy(leaf) for leaf in jax.tree.leaves(params)]
+    held = sum(8 * checkpoint._shard_bytes(*pair) for pair in zip(jax.tree.leaves(params), copied, strict=True))
+    assert held == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    program = checkpoint._copy(tuple(copied)).lower(jax.tree.leaves(params)).compile().as_text()
+    assert not any(name in program for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 
 
 def test_a_step_whose_checkpoint_was_damaged_can_be_saved_again(pair_copy, messages, functions):

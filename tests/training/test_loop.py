@@ -1,17 +1,20 @@
 """The training loop: an interrupted run equals an uninterrupted one, on any mesh."""
 
+import errno
 import os
 import shutil
 import signal
+import threading
 
 import jax
 import pytest
 
 from shmap_tp.config.compose import load
 from shmap_tp.data.batches import Batches
+from shmap_tp.errors import StorageError
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
-from shmap_tp.training import loop
+from shmap_tp.training import checkpoint, loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.integrity import MANIFEST
 from tests.helpers.run_fixtures import (
@@ -50,6 +53,56 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
     assert f"resuming from step {stops_at}" in capsys.readouterr().out
     assert_same_run(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("keep_every, saved", [("null", [2, 5, 6, 8]), ("4", [2, 4, 6, 8])])
+def test_a_save_that_is_not_finished_delays_the_next_one_unless_that_is_kept_forever(
+    uninterrupted, tmp_path, monkeypatch, capsys, keep_every, saved
+):
+    """The save of step 2 lasts until step 5 is begun, or until the loop has waited for it after step 4."""
+    finish, made = threading.Event(), list[Checkpoints]()
+    training, delays, hashes = Batches.training, Checkpoints.delays, checkpoint.hashes
+
+    def next_batch(batches, step):
+        if step == 4:
+            finish.set()
+            made[0]._saving.exception()
+        return training(batches, step)
+
+    def asked(checkpoints, step, patience=10.0):
+        made.append(checkpoints)
+        if keep_every == "4":
+            threading.Timer(0.2, finish.set).start()
+        return delays(checkpoints, step, 0.0 if step == 4 else patience)
+
+    monkeypatch.setattr(Batches, "training", next_batch)
+    monkeypatch.setattr(Checkpoints, "delays", asked)
+    monkeypatch.setattr(checkpoint, "hashes", lambda directory: finish.wait(60) and hashes(directory))
+    assert loop.train(tiny(tmp_path, f"checkpoint.keep_every={keep_every}", "checkpoint.keep=9")) == 0
+    said = "the checkpoint of step 4 is delayed until the one before it is written"
+    assert capsys.readouterr().out.count(said) == (keep_every == "null")
+    assert checkpoint_steps(tmp_path) == saved
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    """Not when the next checkpoint is due, three steps later."""
+    original, made = Batches.training, list[Checkpoints]()
+
+    def training(batches, step):
+        if step == 3:
+            assert made[0]._saving.exception()
+        return original(batches, step)
+
+    def full(directory):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(Batches, "training", training)
+    monkeypatch.setattr(Checkpoints, "__enter__", lambda self: made.append(self) or self)
+    monkeypatch.setattr(checkpoint, "hashes", full)
+    with pytest.raises(StorageError, match=r"checkpoint .*/3 could not be written: No space left"):
+        loop.train(tiny(tmp_path, "checkpoint.every=3"))
+    assert lines(tmp_path)[-1]["step"] == 3
 
 
 def test_a_stop_during_resume_changes_nothing(copied, monkeypatch):

@@ -32,7 +32,6 @@ PRIVATE_WORDS = {
     "the way (?:back|through)": "backward pass; scan over layers",
     "nothing hides": "exposed communication",
     "the host keeps|kept by the host": "offloaded to host memory",
-    "replay(?:s|ed|ing)?": "simulation of the schedule",
     "doctor": "verify",
     "settled": "resolve_auto",
     "everyone(?:'s)?": "Replicated; replicated over dp",

@@ -73,11 +73,9 @@ class MeshConfig:
     tile: list[int] | None
     """Shape [x, y, z, cores] of the box of a TPU slice that one mp group occupies; null chooses the fewest hops."""
     zero: Zero
-    """What is sharded over dp and cp.  none: nothing.  zero1: the optimizer state and its update (ZeRO-1). fsdp: also
-    the parameters, which are all-gathered layer by layer (ZeRO-3)."""
+    """What is sharded over dp and cp.  zero1: optimizer state and update (ZeRO-1).  fsdp: also parameters (ZeRO-3)."""
     fsdp_gradients: FsdpGradients = key(unless="reduce_scatter", needs="mesh.zero=fsdp")
-    """How the gradients of FSDP weights are reduced.  reduce_scatter: one reduce-scatter after each weight-gradient
-    matmul.  ring: in ring steps, each of which overlaps the matmul of the next chunk."""
+    """How FSDP reduces gradients: after each weight-gradient matmul, or in ring steps that overlap its next chunk."""
     slices: int = key(below=2**16)
     """How many slices (devices with a fast network of their own) dp spans; FSDP sends only shards between them."""
     processes: int = key(below=2**16)
@@ -281,6 +279,8 @@ class TrainConfig:
     """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
     check_replicas_every: int = key(least=0)
     """Steps between checks that all replicas of each parameter are bitwise equal; 0 disables them."""
+    replay_every: int = key(least=0)
+    """Steps between replays, which compute a microbatch twice and compare (docs/checkpoints.md); 0 disables them."""
 
 
 @dataclass

@@ -4,6 +4,7 @@ compiler is needed.
 B batch, T time (queries), S time (keys), H query heads, N key/value heads, G = H / N, K head dim.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,10 @@ def trace_gradients(
 
 LOOPS_OF_UNKNOWN_LENGTH = ("while", "cond")
 """Primitives whose bodies run an unknown number of times."""
+WITHOUT_COMMUNICATION = {"pvary", "pcast", "axis_index"}
+"""Primitives that name a mesh axis but communicate nothing."""
+WITHOUT_NAME = {"rematted_computation", "checkpoint", "while", "body", "closed_call", ""}
+"""Parts of a name stack that JAX adds."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,21 @@ class Visit:
     def name(self) -> str:
         """The name of its primitive."""
         return self.equation.primitive.name
+
+    @property
+    def part(self) -> str:
+        """The part of the program that it belongs to: its innermost named scope."""
+        names = [name for name in re.sub(r"\w+\(|\)", "", self.scope).split("/") if name not in WITHOUT_NAME]
+        return names[-1] if names else "step"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which it communicates; the `axes` of other primitives are integers, dims of an array."""
+        params = self.equation.params
+        axes = params.get("axes", params.get("axis_name", ()))
+        if not axes or self.name in WITHOUT_COMMUNICATION:
+            return ()
+        return tuple(axis for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)) if isinstance(axis, str))
 
     @property
     def is_recomputed(self) -> bool:

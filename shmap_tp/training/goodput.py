@@ -52,7 +52,7 @@ class TimeCategory(StrEnum):
     evaluation = "evaluation", "evaluation"
     samples = "samples", "samples of text"
     checkpoint = "checkpoint", "checkpoints"
-    replicas = "replicas", "comparing replicas"
+    replicas = "replicas", "comparing replicas, replays"
     profile = "profile", "writing the profile"
     drawing = "drawing", "writing the report"
     down = "down", "down between runs"

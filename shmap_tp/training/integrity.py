@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax import lax
-from jax.sharding import NamedSharding, get_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
@@ -185,19 +185,17 @@ class ReplicaCheck:
         self._fingerprints = jax.jit(
             jax.shard_map(_local_fingerprints, mesh=self._mesh, in_specs=(specs,), out_specs=P(self._mesh.axis_names))
         )
-        # A separate program: within one, the compiler could treat replicas as equal because their types say so.
-        self._all_gather = jax.jit(lambda table: table, out_shardings=NamedSharding(self._mesh, P()))
 
     def differences(self, state: Any) -> list[str]:
         """One line for each array whose replicas differ: its name, and which devices disagree with the majority."""
-        table = np.asarray(self._all_gather(self._fingerprints(state)).addressable_data(0))
+        table = of_all_devices(self._fingerprints(state))
         found = []
         for name, spec, fingerprints in zip(self._names, self._specs, table.T, strict=True):
             for rows in self._replica_groups(spec):
                 values = fingerprints[rows]
                 (majority, count), *others = Counter(values.tolist()).most_common()
                 if others:
-                    deviating = [self._device_name(row) for row in rows[values != majority].tolist()]
+                    deviating = [device_name(self._mesh, row) for row in rows[values != majority].tolist()]
                     found.append(f"{name} on {', '.join(deviating)} differs from its {count} other replicas")
         return found
 
@@ -219,9 +217,20 @@ class ReplicaCheck:
         groups = math.prod(rows.shape[i] for i in over_groups)
         return rows.transpose(*over_groups, *over_replicas).reshape(groups, -1)
 
-    def _device_name(self, row: int) -> str:
-        device = self._mesh.devices.flat[row]
-        return f"device {device.id} (process {device.process_index})"
+
+def of_all_devices(table: jax.Array) -> np.ndarray:
+    """A table whose rows are sharded over all devices, on every process.
+
+    Its all-gather is a program of its own: within one, the compiler could treat replicas as equal because their types
+    say so.
+    """
+    return np.asarray(jax.device_put(table, NamedSharding(table.sharding.mesh, P())).addressable_data(0))
+
+
+def device_name(mesh: Mesh, row: int) -> str:
+    """The device of a row of such a table, in words."""
+    device = mesh.devices.flat[row]
+    return f"device {device.id} (process {device.process_index})"
 
 
 def _local_fingerprints(state: Any) -> UInt32[Array, "1 leaves"]:

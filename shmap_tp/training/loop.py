@@ -7,6 +7,7 @@ recorded, a checkpoint is saved and the report is written.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,12 +40,13 @@ def train(
     With several processes, `coordinator` is the address of process 0 if the environment does not provide it; an error
     then ends all processes instead of being raised.
     Raises `UserError` before anything is trained; `DivergedError` after too many consecutive skipped steps, also those
-    before the start, and if the last step was skipped; `HardwareError` if replicas of an array differ.
+    before the start, and if the last step was skipped; `HardwareError` if replicas of an array, or two
+    computations of a microbatch, differ.
     """
     with StopRequest() as stop, open_run(config, stop, coordinator, components, make_sampler) as run:
         state, saved_step = run.restore_or_initialize()
         run.begin(saved_step or 0)
-        compiled_step = run.compile_step()
+        compiled_step = run.compile(run.functions.step)
         stop.begin_training()
         return _train_from(run, compiled_step, state, saved_step)
     print(STOPPED_EARLY[1])
@@ -84,8 +86,11 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
             while step < config.train.steps and not run.stop.requested() and not monitor.verdict:
                 with profile.annotate(step + 1):
                     with clock.fetching():
-                        tokens, sources = run.batches.training(step), run.batches.row_sources(step)
-                    state, metrics = compiled_step(state, tokens, None, sources)
+                        rows = run.rows(step)
+                    if config.train.replay_every and (step + 1) % config.train.replay_every == 0:
+                        with pause(TimeCategory.replicas):
+                            run.replay.check(state, rows, partial(run.rows, step), step + 1)
+                    state, metrics = compiled_step(state, *rows)
                     clock.dispatched(metrics)
                     step += 1
                     meter.record(step, metrics)

@@ -46,6 +46,7 @@ from shmap_tp.training.goodput import Profile, TimeCategory, WallClock
 from shmap_tp.training.integrity import ReplicaCheck
 from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples
 from shmap_tp.training.optimizer import describe_schedule
+from shmap_tp.training.replay import Replay
 from shmap_tp.training.resume import (
     BASE,
     refuse_foreign_config,
@@ -122,11 +123,19 @@ class Run:
         if self.components.make_optimizer is None:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
 
-    def compile_step(self) -> Any:
-        """The compiled step."""
+    def compile(self, function: Any) -> Any:
+        """`functions.step` or `functions.replay`, compiled."""
         functions, options = self.functions, compiler_options(jax.devices()[0].device_kind, self.config)
-        lowered = functions.step.lower(functions.shapes, functions.tokens, None, self.batches.sources_shape)
+        lowered = function.lower(functions.shapes, functions.tokens, None, self.batches.sources_shape)
         return compile_with(lowered, options)
+
+    def rows(self, step: int) -> tuple[Any, None, Any]:
+        """What a step reads: tokens, no segments of their own, sources.  Steps are counted from 0."""
+        return self.batches.training(step), None, self.batches.row_sources(step)
+
+    @cached_property
+    def replay(self) -> Replay:
+        return Replay(self.compile(self.functions.replay), self.functions.tokens.sharding.mesh)
 
     def make_meter(self, record: Callable[[dict[str, Any]], None]) -> Meter:
         """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""

@@ -39,6 +39,7 @@ from shmap_tp.parallel.whole_matrices import UpdateSharding
 from shmap_tp.training.bad_steps import BadStepState, StepOutcome, initial_bad_step_state, select_tree
 from shmap_tp.training.dpo import preference_objective
 from shmap_tp.training.optimizer import Optimizer, clip_by_global_norm, make_optimizer, update_norms
+from shmap_tp.training.replay import Fingerprints, watched
 
 
 class State(eqx.Module):
@@ -159,6 +160,9 @@ class StepFunctions(eqx.Module):
     """(params, tokens[A B T+1]) -> (mean cross entropy of the targets that count, their number, share of the pairs of a
     token and an expert that were dropped, or None), or with train.dpo_beta (mean loss of the pairs, their number,
     share); the loss is differentiable."""
+    replay: Callable[..., Fingerprints]
+    """(State, tokens[A B T+1]), and as in `step` what may follow -> the fingerprints of the state, of the rows of the
+    first microbatch, and of how its loss and gradients are computed."""
     shapes: State
     """ShapeDtypeStructs of the whole state, each with its sharding."""
     tokens: jax.ShapeDtypeStruct
@@ -200,13 +204,23 @@ def build_step_functions(
     axes, drops = mesh.axis_names, drops_tokens(config)
     local_step = _make_step(config, objective, optimizer, model, UpdateSharding(updated, axes, dtype))
 
-    def step(
-        state: State, tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None
-    ) -> tuple[State, dict[str, Array]]:
+    def batch_of(tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None) -> Batch:
         free_space = bool(config.model.experts) and (segments_ABT is not None or end_of_text is not None)
-        batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, sources_AB1, free_space=free_space)
-        in_specs = specs, tokens_spec(axes)
-        return jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=(specs, P()))(state, batch)
+        return next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, sources_AB1, free_space=free_space)
+
+    def on_devices(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(function, mesh=mesh, in_specs=(specs, tokens_spec(axes)), out_specs=out_specs)
+
+    def step(state: State, *rows: Array | None) -> tuple[State, dict[str, Array]]:
+        return on_devices(local_step, (specs, P()))(state, batch_of(*rows))
+
+    def replay(state: State, *rows: Array | None) -> Fingerprints:
+        batch = batch_of(*(None if each is None else each[:1] for each in rows))
+
+        def local(state: State, batch: Batch) -> Fingerprints:
+            return watched(partial(_gradients, objective, model), state=state, batch=batch)
+
+        return on_devices(local, P(axes))(state, batch)
 
     def evaluate(
         params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None
@@ -221,6 +235,7 @@ def build_step_functions(
         init=jax.jit(init, out_shardings=shardings),
         init_from=lambda params: start(model.with_initial(params)),
         step=jax.jit(step, donate_argnums=0),
+        replay=jax.jit(replay),
         evaluate=jax.jit(evaluate),
         shapes=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings),
         tokens=jax.ShapeDtypeStruct(_tokens_shape(config), jnp.int32, sharding=NamedSharding(mesh, tokens_spec(axes))),
@@ -254,6 +269,13 @@ def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[
     statistics = all_reduce(statistics, mesh_order({*token_axes(), *axes_of(Role.features)}))
     dropped = None if statistics is None else statistics.metrics(tokens)["experts_dropped"]
     return all_reduce(loss, token_axes()), counted, dropped
+
+
+def _gradients(objective: Objective, model: ShardedModel, state: State, batch: Batch) -> dict[str, Any]:
+    """The loss and gradients of batch[A B T], on every device, as in the step."""
+    params, frozen = model.split(state.params)
+    parts, gradients = loss_and_gradients(objective, params, of_this_device(batch), frozen)
+    return {"loss": parts.losses, "gradients": gradients}
 
 
 def _make_step(

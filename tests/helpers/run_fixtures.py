@@ -119,7 +119,7 @@ def shared_step_functions(
 
     What a test replaces in the step is part of the key, so that it gets programs of its own.
     """
-    train = replace(config.train, steps=0, profile=None, check_replicas_every=0)
+    train = replace(config.train, steps=0, profile=None, check_replicas_every=0, replay_every=0)
     settings = repr((config.model, config.mesh, config.optimizer, config.guard, train, config.run.seed))
     settings += repr([*config.data.sources])
     replaced = *filter(callable, vars(step).values()), step.Objective.__call__, step.Objective.counted

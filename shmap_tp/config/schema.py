@@ -24,6 +24,7 @@ SavedActivation = StrEnum("SavedActivation", "input sublayer_output query_key_va
 Documents = StrEnum("Documents", ["isolated", "joined"])
 Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
 MomentumDtype = StrEnum("MomentumDtype", ["float32", "bfloat16"])
+MatmulPrecision = StrEnum("MatmulPrecision", ["bfloat16", "int8", "fp8"])
 HeldIn = StrEnum("HeldIn", [*Precision, "int8"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
@@ -265,6 +266,9 @@ class TrainConfig:
     """Upper limit of the sequences that a device computes at a time, for which `microbatches` is raised; null: none."""
     precision: Precision
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
+    matmul_precision: MatmulPrecision
+    """What linear layers of the blocks multiply.  bfloat16: activations and weights of `precision`.  int8, fp8: rounded
+    to 8 bits, also for the gradient of the input; CPUs multiply the same numbers without 8-bit units."""
     z_loss: float = key(least=0)
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int

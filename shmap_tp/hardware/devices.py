@@ -16,12 +16,14 @@ TPU slices have the names under which Cloud TPU rents them, such as v3-32 or v5l
 import os
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import jax  # it sets TPU_SKIP_MDS_QUERY where it finds no chip
 import jax.numpy as jnp
 
+from shmap_tp.config.schema import MatmulPrecision
 from shmap_tp.errors import UserError, shown
 
 GIB = 2**30
@@ -53,6 +55,8 @@ class DeviceFigures:
     """Source of `flops`."""
     clock: float | None = None
     """Cycles/s; None for GPUs, whose compiler reports no cycles."""
+    eight_bit: Mapping[str, float] = field(default_factory=dict)
+    """FLOP/s of dense matmuls by format of 8 bits (int8, fp8), of those that its matrix units multiply."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +105,18 @@ DEVICES = {
     "TPU v3": DeviceFigures(
         123e12 / 2, 15.48 * GIB, 900e9 / 2, f"{CLOUD}, half of a chip's 123 TFLOP/s (others print 140)", 0.94e9
     ),
-    "TPU v4": DeviceFigures(275e12, 30.75 * GIB, 1200e9, CLOUD, 1.05e9),
-    "TPU v5 lite": DeviceFigures(197e12, 15.75 * GIB, 819e9, CLOUD, 1.503e9),
-    "TPU v5": DeviceFigures(459e12, 95.74 * GIB, 2765e9, CLOUD, 1.75e9),
-    "TPU v6 lite": DeviceFigures(918e12, 31.25 * GIB, 1640e9, CLOUD, 1.75e9),
-    "TPU7x": DeviceFigures(2307e12 / 2, 94.75 * GIB, 7380e9 / 2, f"{CLOUD}, half of a chip's 2307 TFLOP/s", 2.2e9),
-    "NVIDIA A100-SXM4-40GB": DeviceFigures(312e12, 40e9, 1555e9, NVIDIA),
-    "NVIDIA A100-SXM4-80GB": DeviceFigures(312e12, 80e9, 2039e9, NVIDIA),
-    "NVIDIA H100 80GB HBM3": DeviceFigures(989e12, 80e9, 3350e9, NVIDIA),
-    "NVIDIA H200": DeviceFigures(989e12, 141e9, 4800e9, NVIDIA),
-    "NVIDIA B200": DeviceFigures(2250e12, 180e9, 8000e9, NVIDIA),
+    "TPU v4": DeviceFigures(275e12, 30.75 * GIB, 1200e9, CLOUD, 1.05e9, {"int8": 275e12}),
+    "TPU v5 lite": DeviceFigures(197e12, 15.75 * GIB, 819e9, CLOUD, 1.503e9, {"int8": 394e12}),
+    "TPU v5": DeviceFigures(459e12, 95.74 * GIB, 2765e9, CLOUD, 1.75e9, {"int8": 918e12}),
+    "TPU v6 lite": DeviceFigures(918e12, 31.25 * GIB, 1640e9, CLOUD, 1.75e9, {"int8": 1836e12}),
+    "TPU7x": DeviceFigures(
+        2307e12 / 2, 94.75 * GIB, 7380e9 / 2, f"{CLOUD}, half of a chip's 2307 TFLOP/s", 2.2e9, {"fp8": 4614e12 / 2}
+    ),
+    "NVIDIA A100-SXM4-40GB": DeviceFigures(312e12, 40e9, 1555e9, NVIDIA, eight_bit={"int8": 624e12}),
+    "NVIDIA A100-SXM4-80GB": DeviceFigures(312e12, 80e9, 2039e9, NVIDIA, eight_bit={"int8": 624e12}),
+    "NVIDIA H100 80GB HBM3": DeviceFigures(989e12, 80e9, 3350e9, NVIDIA, eight_bit={"int8": 1979e12, "fp8": 1979e12}),
+    "NVIDIA H200": DeviceFigures(989e12, 141e9, 4800e9, NVIDIA, eight_bit={"int8": 1979e12, "fp8": 1979e12}),
+    "NVIDIA B200": DeviceFigures(2250e12, 180e9, 8000e9, NVIDIA, eight_bit={"int8": 4500e12, "fp8": 4500e12}),
 }
 """Figures by jax.Device.device_kind."""
 DEVICES["TPU v5p"] = DEVICES["TPU v5"]  # the name in some releases of libtpu
@@ -150,6 +156,14 @@ GENERATIONS = {
     ),
 }
 """TPU versions by the name that `--version` takes."""
+
+
+def require_units(precision: MatmulPrecision, kind: str) -> None:
+    """Raise UserError if devices of a kind in the table do not multiply in `precision`; those of CPUs are emulated."""
+    if precision == MatmulPrecision.bfloat16 or kind not in DEVICES or precision in DEVICES[kind].eight_bit:
+        return
+    there = " or ".join([*DEVICES[kind].eight_bit, MatmulPrecision.bfloat16])
+    raise UserError(f"train.matmul_precision={precision}: {kind} has no units for it; use {there}")
 
 
 def generation(kind: str) -> Generation | None:

@@ -15,7 +15,8 @@ T is all of time there, or a chunk of it.  A call is the product alone.  The mod
 must happen: a row-parallel bias once, after the reduction; before it the bias would count mp times.
 
 A weight is an array, or multiplies in a way of its own: a `Ring` is an FSDP weight whose gradient is reduced in a ring,
-and an `Int8` scales the product.  Which one a layer has is decided by `fsdp.gather`, and by the dtype of the model.
+an `Int8` scales the product, and an `EightBit` rounds both operands.  Which one a layer has is decided by
+`fsdp.gather`, by the dtype of the model, and by `train.matmul_precision`.
 
 The dim that mp shards is stored first, and FSDP shards it further if it can.  In an MLP that is the longer dim, so a
 piece of a weight gradient that is reduced in a ring (`parallel/weights.py`) reads only the smaller operand in full.
@@ -23,7 +24,7 @@ piece of a weight gradient that is reduced in a ring (`parallel/weights.py`) rea
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -32,9 +33,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.eight_bit import EightBit
 from shmap_tp.parallel.fsdp import Weight
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declare, param_of
@@ -123,14 +126,14 @@ class Linear(eqx.Module):
     @property
     def is_linear(self) -> bool:
         """Whether a call is linear in all parameters together."""
-        return self.adapter is None
+        return self.adapter is None and not isinstance(self.weight, EightBit)
 
     def __call__(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
         with self._named():
-            product, weight = partial(linear_product, self.kind, self.outputs), self.of_this_device(self.weight)
+            product, weight = LinearProduct(self.kind, self.outputs), self.of_this_device(self.weight)
             if self.adapter is None:
                 return _multiply(product, x, weight)
-            if isinstance(weight, Int8) or x.ndim > 3 or self.kind == Kind.heads:
+            if isinstance(weight, Int8 | EightBit) or x.ndim > 3 or self.kind == Kind.heads:
                 return _multiply(product, x, weight) + self.adapter(x)
             a, b = self.adapter.a, self.adapter.b
             factors = self.adapter.scale * a.of_this_device(a.weight), b.of_this_device(b.weight)
@@ -210,30 +213,50 @@ Product = Callable[[Array, Array], Array]
 
 
 def _multiply(product: Product, x: Array, weight: Weight) -> Array:
-    return weight.multiply(product, x) if isinstance(weight, Ring | Int8) else product(x, weight)
+    return weight.multiply(product, x) if isinstance(weight, Ring | Int8 | EightBit) else product(x, weight)
 
 
-def linear_product(kind: Kind, outputs: tuple[int, ...], x: Float[Array, "B T *D"], w: Array) -> Float[Array, "B T *F"]:
-    """x @ w in x's dtype, as `Linear` with these fields stores w."""
-    if kind == Kind.column and len(outputs) == 1:
-        return matmul(x, w.T)
-    if kind == Kind.column:
-        return jnp.einsum("btd,hkd->bthk", x, w.astype(x.dtype).reshape(-1, outputs[1], x.shape[2]))
-    if kind == Kind.heads:
-        return jnp.einsum("btd,dhk->bthk", x, w.astype(x.dtype))
-    if x.ndim > 3:
-        return jnp.einsum("bthk,hkf->btf", x, w.astype(x.dtype).reshape(*x.shape[2:], w.shape[1]))
-    return matmul(x, w)
+@dataclass(frozen=True)
+class LinearProduct:
+    """x @ w in x's dtype, or accumulated in the dtype `into` and given so, as `Linear` with these fields stores w."""
+
+    kind: Kind
+    outputs: tuple[int, ...]
+
+    def __call__(
+        self, x: Num[Array, "B T *D"], w: Num[Array, "..."], into: DTypeLike | None = None
+    ) -> Num[Array, "B T *F"]:
+        einsum = partial(jnp.einsum, preferred_element_type=into)
+        if self.kind == Kind.column and len(self.outputs) == 1:
+            return matmul(x, w.T, into)
+        if self.kind == Kind.column:
+            return einsum("btd,hkd->bthk", x, w.astype(x.dtype).reshape(-1, self.outputs[1], x.shape[2]))
+        if self.kind == Kind.heads:
+            return einsum("btd,dhk->bthk", x, w.astype(x.dtype))
+        if x.ndim > 3:
+            return einsum("bthk,hkf->btf", x, w.astype(x.dtype).reshape(*x.shape[2:], w.shape[1]))
+        return matmul(x, w, into)
+
+    def transposed(
+        self, dy: Num[Array, "B T *F"], w: Num[Array, "..."], inputs: tuple[int, ...], into: DTypeLike | None = None
+    ) -> Num[Array, "B T *D"]:
+        """dy @ w', of shape [B T *inputs]: the product of the layer whose outputs are the inputs of this one."""
+        if self.kind == Kind.heads:
+            return jnp.einsum("bthk,dhk->btd", dy, w, preferred_element_type=into)
+        mirrored = Kind.row if self.kind == Kind.column else Kind.column
+        return LinearProduct(mirrored, inputs)(dy, w, into)
 
 
-def matmul(x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"]) -> Float[Array, "B T F"]:
-    """x @ w in x's dtype, as one product of two matrices.
+def matmul(
+    x_BTD: Num[Array, "B T D"], weight_DF: Num[Array, "D F"], into: DTypeLike | None = None
+) -> Num[Array, "B T F"]:
+    """x @ w in x's dtype, or accumulated in the dtype `into`, as one product of two matrices.
 
     Batch and time are flattened because XLA for CPU copies a three-dimensional operand, transposed, for the weight's
     gradient (docs/performance-notes.md).
     """
     batch, time, width = x_BTD.shape
-    y = x_BTD.reshape(batch * time, width) @ weight_DF.astype(x_BTD.dtype)
+    y = jnp.matmul(x_BTD.reshape(batch * time, width), weight_DF.astype(x_BTD.dtype), preferred_element_type=into)
     return y.reshape(batch, time, weight_DF.shape[1])
 
 

@@ -12,19 +12,22 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from shmap_tp.config.schema import Config, ModelConfig, Precision
+from shmap_tp.config.schema import Config, MatmulPrecision, ModelConfig, Precision
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.grouped_matmul import select_grouped_matmul
 from shmap_tp.model.blocks import MakeMlp
 from shmap_tp.model.transformer import Execution, MakeBlock, Transformer
+from shmap_tp.parallel.eight_bit import FORMATS, EightBit, rounded
 from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
-from shmap_tp.parallel.mesh import axis_sizes
+from shmap_tp.parallel.mesh import axis_sizes, spec_axes
 from shmap_tp.parallel.partitioning import (
     ParameterKind,
     declaration,
@@ -136,6 +139,28 @@ def held_in(shapes: Transformer, dtype: DTypeLike, *, int8: bool = False) -> Tra
     return jax.tree_util.tree_map_with_path(held, shapes)
 
 
+def eight_bit_weights(model: Any, stored: Any, trained: Any, precision: MatmulPrecision) -> Any:
+    """A tree like the parameters (arrays or shapes): for each sharded matrix that a linear layer multiplies with, a
+    function that rounds it to eight bits, as this device stores it, and None for the rest; None alone where nothing is
+    multiplied in eight bits.  `stored` are the PartitionSpecs, and `trained` says which are."""
+    if precision not in FORMATS:
+        return None
+
+    def of(path: tuple, leaf: Any, spec: P, is_trained: bool) -> Callable[[Array], EightBit] | None:
+        declared = declaration(model, path)
+        if not (declared.by_linear and any(declared.axes)) or is_factor(path):
+            return None
+        axes = tuple(axis for dim in declared.inputs for axis in spec_axes(spec[dim]))
+
+        def round_weight(w: Array) -> EightBit:
+            values, scale = rounded(lax.stop_gradient(w), declared.inputs, FORMATS[precision].values, axes)
+            return EightBit(values, scale, w if is_trained else None, precision, declared.inputs)
+
+        return round_weight
+
+    return jax.tree_util.tree_map_with_path(of, model, stored, trained)
+
+
 @dataclass(frozen=True)
 class ShardedModel:
     """See `shard_model`."""
@@ -225,6 +250,7 @@ def shard_model(
             dtype,
             placed.placements,
             select_grouped_matmul(mesh.devices.flat[0]),
+            eight_bit_weights(shapes, placed.stored, trained, config.train.matmul_precision),
         ),
         attention=attend,
         trained=trained,

@@ -128,6 +128,8 @@ class Execution:
     """A tree like the model: how each parameter is placed over dp (`fsdp.py`)."""
     grouped_matmul: GroupedMatmul = ragged_dot
     """How experts multiply their tokens."""
+    eight_bit: Any = None
+    """What a step rounds to eight bits (`parallel/eight_bit.py`), a tree like the model; None: nothing."""
 
 
 @runtime_checkable

@@ -34,6 +34,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.dtypes import float0
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
@@ -183,7 +184,7 @@ def _transpose(layer: Product, function: Callable[[Any], Any], at: Any, dy: Any)
 def _weight_gradient(layer: Product, chunks: TimeChunks, d_chunks: TimeChunks) -> Product:
     """dw, as a pytree like the layer, summed over the chunks."""
     terms = [_transpose(layer, lambda layer, x=x: layer(x), layer, dy) for x, dy in zip(chunks, d_chunks, strict=True)]
-    return jax.tree.map(lambda *dw: functools.reduce(operator.add, dw), *terms)
+    return jax.tree.map(lambda *dw: dw[0] if dw[0].dtype == float0 else functools.reduce(operator.add, dw), *terms)
 
 
 # Neither custom gradient replaces a cast or a reduction over mp: arguments and results vary over mp, and the type of

@@ -34,7 +34,7 @@ The sharded dim is derived: the first dim of a matrix whose local size dp divide
 along.  Anything else is Replicated.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +46,7 @@ from jaxtyping import Array, Float
 
 from shmap_tp.config.schema import MeshConfig, Zero
 from shmap_tp.parallel.collectives import all_gather, all_gather_invariant, all_reduce, local_shard, reduce_scatter
+from shmap_tp.parallel.eight_bit import EightBit
 from shmap_tp.parallel.mesh import DP_SLICE, Role, axes_of, axis_sizes, has_rings, token_axes
 from shmap_tp.parallel.partitioning import (
     Declaration,
@@ -58,8 +59,8 @@ from shmap_tp.parallel.partitioning import (
 )
 from shmap_tp.parallel.weights import Int8, Ring, RingSide, WeightLayout, is_int8
 
-Weight = Float[Array, "..."] | Int8 | Ring
-"""What a layer multiplies with.  An array and an `Int8` are stored; `gather` makes a `Ring`."""
+Weight = Float[Array, "..."] | Int8 | EightBit | Ring
+"""What a layer multiplies with.  An array and an `Int8` are stored; a step makes an `EightBit`, `gather` a `Ring`."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,19 @@ class Fsdp(Placement):
     def gather_between_slices(self, w: Weight) -> Weight:
         if DP_SLICE not in self.axes:
             return w
+        if isinstance(w, EightBit):
+            return w.gathered(DP_SLICE, self.dim)
         return all_gather(w.astype(jnp.float32) if is_int8(w) else w, DP_SLICE, self.dim)
 
     def gather(self, w: Weight, dtype: DTypeLike) -> Weight:
         """Backward: one reduce-scatter of the gradient, in `dtype`; of a `Ring`, when it is multiplied with."""
-        shard, within = w.astype(dtype), within_slice(self.axes)
+        within = within_slice(self.axes)
+        if isinstance(w, EightBit):
+            shard = None if w.weight is None else w.weight.astype(dtype)
+            w = replace(w, weight=shard if self.ring is None else None)
+            full = w.gathered(within, self.dim) if within else w
+            return full if self.ring is None else Ring(full, shard, self.ring)
+        shard = w.astype(dtype)
         has_gradient = self.trained and self.ring is None
         full = shard if has_gradient else lax.stop_gradient(shard)
         full = all_gather(full, within, self.dim) if within else full

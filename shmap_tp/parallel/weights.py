@@ -47,6 +47,7 @@ from jaxtyping import Int8 as Int8Array
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.collective_matmul import RingStep, ring_reduce_scatter
 from shmap_tp.parallel.collectives import reduce_scatter
+from shmap_tp.parallel.eight_bit import EightBit, rounded
 from shmap_tp.parallel.mesh import DP, DP_RING, ring_permutation, token_axes
 
 MIN_TOKENS_TO_OVERLAP = 16384
@@ -73,7 +74,7 @@ class WeightLayout(NamedTuple):
 class Ring(eqx.Module):
     """An FSDP weight, gathered over dp, whose gradient is that of `shard`, reduced over dp in a ring."""
 
-    full: Float[Array, "..."]
+    full: Float[Array, "..."] | EightBit
     """The gathered weight, which takes no gradient."""
     shard: Float[Array, "..."]
     """This device's shard, in the dtype of the activations."""
@@ -86,20 +87,23 @@ class Ring(eqx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul(
-    multiply: Callable[[Array, Array], Array], layout: WeightLayout, x: Array, full: Array, shard: Array
+    multiply: Callable[[Array, Array], Array], layout: WeightLayout, x: Array, full: Array | EightBit, shard: Array
 ) -> Array:
     """multiply(x, full).  The custom gradient is that of `shard` as its all-gather would give it, a sum over dp of
     which each device has its own shard; it only says how that sum is computed."""
-    return multiply(x, full)
+    return full.product(multiply, x) if isinstance(full, EightBit) else multiply(x, full)
 
 
-def _forward(multiply: Any, layout: WeightLayout, x: Array, full: Array, shard: Array) -> tuple:
-    return multiply(x, full), (x, full, shard)
+def _forward(multiply: Any, layout: WeightLayout, x: Array, full: Array | EightBit, shard: Array) -> tuple:
+    return _matmul(multiply, layout, x, full, shard), (x, full, shard)
 
 
 def _backward(multiply: Any, layout: WeightLayout, saved: tuple, dy: Array) -> tuple:
     x, full, shard = saved
-    (dx,) = jax.linear_transpose(lambda x: multiply(x, full), x)(dy)
+    if isinstance(full, EightBit):
+        dx = full.input_gradient(multiply, dy, x.shape[2:])
+    else:
+        (dx,) = jax.linear_transpose(lambda x: multiply(x, full), x)(dy)
     pair = (dy, x) if layout.outputs_first else (x, dy)
     if layout.outputs_first:
         dx = lax.optimization_barrier(dx)  # keeps the gradient of the norm before it out of this matmul
@@ -149,8 +153,6 @@ def _flatten_features(x: Float[Array, "B T ..."]) -> Float[Array, "B T features"
 
 # A weight of int8
 
-LARGEST = 127
-
 
 class Int8(eqx.Module):
     """A weight of int8, in the place of the array; or its shapes, or its PartitionSpecs."""
@@ -180,13 +182,12 @@ def is_int8(node: Any) -> bool:
 
 
 def quantize(w: Float[Array, "..."], inputs: tuple[int, ...]) -> Int8:
-    """The weight in int8.  An output feature whose weights are all 0 stays so.
+    """The weight in int8.
 
     Communication  under jit, where the inputs are sharded, one all-reduce of the largest values.
     """
-    largest = jnp.max(jnp.abs(w), axis=inputs).astype(jnp.float32)
-    scale = jnp.where(largest > 0, largest, 1) / LARGEST
-    return Int8(jnp.round(w / jnp.expand_dims(scale, inputs)).astype(jnp.int8), scale, inputs)
+    values, scale = rounded(w, inputs, jnp.int8)
+    return Int8(values, jnp.squeeze(scale, inputs), inputs)
 
 
 def quantized_shape(w: jax.ShapeDtypeStruct, inputs: tuple[int, ...]) -> Int8:

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import AUTO, Config, HeldIn, Precision
+from shmap_tp.config.schema import AUTO, Config, HeldIn, MatmulPrecision, Precision
 from shmap_tp.config.validate import product_in_words, resolve_auto
 from shmap_tp.data.prepare import prepare_missing
 from shmap_tp.errors import UserError, shown
+from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.parallel import mesh as meshes
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices, joined_processes
@@ -58,8 +59,10 @@ def precision_of(held: str) -> Precision:
     return Precision.auto if held == HeldIn.int8 else Precision(held)
 
 
-def precision_note(dtype: DTypeLike) -> str | None:
+def precision_note(dtype: DTypeLike, eight_bit: MatmulPrecision = MatmulPrecision.bfloat16) -> str | None:
     """What a run in `dtype` should know of the precision of its matmuls on these devices; None: they are of `dtype`."""
+    if eight_bit != MatmulPrecision.bfloat16 and (kind := jax.devices()[0].device_kind) not in DEVICES:
+        return f"{eight_bit} matmuls are emulated ({kind}): operands are rounded so, which takes longer than bfloat16"
     default = {"tpu": "bfloat16 passes", "gpu": "TF32"}.get(jax.devices()[0].platform)
     if default is None or dtype != jnp.float32 or jax.config.jax_default_matmul_precision is not None:
         return None

@@ -118,7 +118,7 @@ class Run:
             f"{'' if trained == size else f' ({count_in_words(trained)} trained)'}, "
             f"attention {kernel_name(functions.attention)} ..."
         )
-        if note := precision_note(compute_dtype(config.train.precision)):
+        if note := precision_note(compute_dtype(config.train.precision), config.train.matmul_precision):
             print_on_process_0(note)
         if self.components.make_optimizer is None:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from shmap_tp.config.schema import Config
+from shmap_tp.hardware.devices import require_units
 from shmap_tp.layers.attention import AnyAttention
 from shmap_tp.layers.context import Batch, next_token_batch, of_this_device, tokens_spec
 from shmap_tp.layers.experts import balanced_routers, drops_tokens
@@ -32,6 +33,7 @@ from shmap_tp.model.loss import LossParts, Objective, all_tokens, next_token_obj
 from shmap_tp.model.sharded_model import ModelComponents, ShardedModel, shard_model
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
+from shmap_tp.parallel.eight_bit import gradient_of, in_eight_bits, of_gradient
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import Role, axes_of, mesh_order, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
@@ -108,9 +110,10 @@ def loss_and_gradients(
     """
     tp, placements = objective.execution.tp, objective.execution.placements
     everything = params if frozen is None else eqx.combine(params, frozen)
-    whole = gather_between_slices(placements, mark_varying(everything, (*token_axes(), *tp.time_axes)))
+    rounded = in_eight_bits(objective.execution.eight_bit, everything)
+    whole = gather_between_slices(placements, mark_varying(rounded, (*token_axes(), *tp.time_axes)))
     is_trained = jax.tree.map(lambda _, w: w is not None, everything, params, is_leaf=lambda x: x is None)
-    local, untrained = eqx.partition(whole, is_trained)
+    local, untrained = eqx.partition(whole, of_gradient(is_trained, whole))
     counted, tokens = objective.counted(batch), all_tokens(batch) if tokens is None else tokens
 
     def forward(batch: Batch) -> tuple[Array, Any, LossParts]:
@@ -137,7 +140,7 @@ def loss_and_gradients(
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):
         of_trained, _ = eqx.partition(placements, is_trained)
-        reduced = jax.tree.map(lambda placement, dw: placement.reduce_gradient(dw), of_trained, gradients)
+        reduced = jax.tree.map(lambda placement, dw: placement.reduce_gradient(gradient_of(dw)), of_trained, gradients)
         for axis in axes_of(Role.features):
             reduced = reduce_partial_gradients(axis, reduced, params)
         everywhere = mesh_order({*token_axes(), *axes_of(Role.features)})
@@ -183,8 +186,10 @@ def build_step_functions(
     """The programs of `config` on `mesh`, computing in `dtype`; each is compiled when first called.
 
     With `end_of_text`, the id that ends each document of a row, no document sees another.
-    Raises UserError where model.attention names a kernel that these devices cannot run.
+    Raises UserError where model.attention names a kernel that these devices cannot run, or train.matmul_precision a
+    format that they have no units for.
     """
+    require_units(config.train.matmul_precision, mesh.devices.flat[0].device_kind)
     model = shard_model(config, mesh, dtype, components, isolated=end_of_text is not None)
     optimizer = (components.make_optimizer or make_optimizer)(config.optimizer)
 

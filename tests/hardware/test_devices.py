@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shmap_tp.config.schema import MatmulPrecision
 from shmap_tp.errors import UserError
-from shmap_tp.hardware.devices import DEVICES, GENERATIONS, GIB, NETWORK_RATE, generation, table_peak
+from shmap_tp.hardware.devices import DEVICES, GENERATIONS, GIB, NETWORK_RATE, generation, require_units, table_peak
 from shmap_tp.hardware.xla_options import (
     COMPILER_OPTIONS,
     HOST_OFFLOAD,
@@ -84,6 +85,19 @@ def test_gpu_peaks_and_the_network_equal_the_published_figures():
     for kind, tflops in {"NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989}.items():
         assert DEVICES[kind].flops == tflops * 1e12
     assert NETWORK_RATE == 2.5e10
+
+
+def test_a_format_without_units_is_refused_with_those_that_the_device_has():
+    for kind, precision, instead in [
+        ("TPU v3", "int8", "use bfloat16"),
+        ("TPU v5 lite", "fp8", "use int8 or bfloat16"),
+        ("TPU7x", "int8", "use fp8 or bfloat16"),
+        ("NVIDIA A100-SXM4-80GB", "fp8", "use int8 or bfloat16"),
+    ]:
+        with pytest.raises(UserError, match=f"matmul_precision={precision}: {kind} has no units for it; {instead}"):
+            require_units(MatmulPrecision(precision), kind)
+    for kind, precision in [("TPU v3", "bfloat16"), ("TPU v6 lite", "int8"), ("NVIDIA B200", "fp8"), ("cpu", "fp8")]:
+        require_units(MatmulPrecision(precision), kind)
 
 
 def test_a_peak_counts_all_devices_and_names_its_source():

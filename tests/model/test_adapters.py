@@ -13,7 +13,7 @@ import pytest
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
-from shmap_tp.layers.linear import Kind, linear_product, product_with_adapter
+from shmap_tp.layers.linear import Kind, LinearProduct, product_with_adapter
 from shmap_tp.model.adapters import adapter_scale
 from shmap_tp.model.flops import flops_per_token, forward_terms, frozen_parameters, parameters
 from shmap_tp.model.tracing import equations
@@ -57,9 +57,9 @@ def test_an_adapter_inside_its_matmul_has_the_result_and_gradients_of_two_produc
     rng, rank = np.random.default_rng(0), 2
     shapes = (2, 3, features_in), (features_in, features_out), (features_in, rank), (rank, features_out)
     x, w, a, b, dy = (rng.normal(size=shape).astype("float32") for shape in (*shapes, (2, 3, features_out)))
-    product, inputs, given = partial(linear_product, Kind.row, (features_out,)), 0, (x, w, a, b, dy)
+    product, inputs, given = LinearProduct(Kind.row, (features_out,)), 0, (x, w, a, b, dy)
     if head_dim is not None:
-        product, inputs = partial(linear_product, Kind.column, (features_out // head_dim, head_dim)), 1
+        product, inputs = LinearProduct(Kind.column, (features_out // head_dim, head_dim)), 1
         given = x, w.T, a, b.T, dy.reshape(2, 3, -1, head_dim)
 
     @jax.jit

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shmap_tp.config.schema import MatmulPrecision
 from shmap_tp.model.tracing import bodies
 from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.compiled_communication import communication_in_hlo
@@ -142,6 +143,8 @@ def test_the_environments_matmul_precision_is_that_of_every_float32_matmul_of_th
             note, bfloat16 = precision_note(jnp.dtype("float32")), precision_note(jnp.dtype("bfloat16"))
             monkeypatch.undo()
             assert bool(note) == (precision is None) and bfloat16 is None
+    assert precision_note(jnp.dtype("float32")) is None
+    assert "emulated (cpu)" in precision_note(jnp.dtype("float32"), MatmulPrecision.int8)
     assert dots[0] and not any("HIGHEST" in line for line in dots[0])
     assert dots[1] and all("HIGHEST" in line for line in dots[1])
 

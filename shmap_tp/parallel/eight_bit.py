@@ -1,0 +1,215 @@
+"""Products in eight bits, for training (`train.matmul_precision`): a weight of a linear layer, and how it multiplies.
+
+B batch, T time, D features in, F features out.  q: eight bits, int8 or float8.  One scale for each row of an activation
+and for each output feature of a weight, the largest value of which becomes the largest number of the format:
+
+    step       w[D F]  ~  q_w[D F] * s_w[F]           once, from the float32 weight, before FSDP gathers it
+    forward    x[B T D]  ~  q_x * s_x[B T],           y = (q_x @ q_w) * s_x * s_w         accumulated in 32 bits
+    backward   dy[B T F] * s_w[F]  ~  q_g * s_g[B T], dx = (q_g @ q_w') * s_g
+               dw = x' @ dy                           in the dtype of the activations, given to the float32 weight as if
+                                                      w had not been rounded (straight-through)
+
+The gradient of x sums over F, so the scales of the weight become part of dy before that is rounded, which is exact.
+
+The scale of a weight is that of all its inputs, also where devices hold some of them: a maximum over these devices, so
+that its bits are the same on every mesh.  The scale of an activation is that of the features on this device: no product
+communicates.  So where mp cuts the dim that is summed over, the product differs from that of another mesh by the
+rounding of an activation to eight bits (docs/precision.md).
+
+A device without units for the format multiplies the same numbers in wider ones: int8 exactly, float8 in float32.
+
+int8: Jacob et al. 2018, "Quantization and Training of Neural Networks", section 2.3, https://arxiv.org/abs/1712.05877
+fp8, e4m3 for activations and weights: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3,
+https://arxiv.org/abs/2209.05433
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from shmap_tp.config.schema import MatmulPrecision
+from shmap_tp.parallel.collectives import all_gather, mark_varying, reduce_scatter, varying_axes
+
+
+class Format(NamedTuple):
+    """What the operands of a product are rounded to."""
+
+    values: Any
+    """The dtype of activations and weights."""
+    gradients: Any
+    """The dtype of gradients of activations."""
+    sums: Any
+    """The dtype that products are accumulated in."""
+
+
+FORMATS = {
+    MatmulPrecision.int8: Format(jnp.int8, jnp.int8, jnp.int32),
+    MatmulPrecision.fp8: Format(jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float32),
+}
+
+
+@runtime_checkable
+class MatrixProduct(Protocol):
+    """x @ w as a layer stores w, accumulated in `into`, and the product with its transpose."""
+
+    def __call__(self, x: Array, w: Array, into: DTypeLike | None = None) -> Array: ...
+
+    def transposed(self, dy: Array, w: Array, inputs: tuple[int, ...], into: DTypeLike | None = None) -> Array:
+        """dy @ w', of shape [B T *inputs]."""
+        ...
+
+
+class EightBit(eqx.Module):
+    """A weight in eight bits, whose gradient is that of the array it was rounded from."""
+
+    values: Shaped[Array, "..."]
+    scale: Float[Array, "..."]
+    """float32; of the dims of the inputs 1 element."""
+    weight: Float[Array, "..."] | None
+    """Takes the gradient; its values are not read.  None: the weight is frozen."""
+    precision: MatmulPrecision = eqx.field(static=True)
+    inputs: tuple[int, ...] = eqx.field(static=True)
+    """The dims of the input features, counted from the last."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def multiply(self, product: MatrixProduct, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
+        """product(x, w), in x's dtype; backward both gradients.  Communication: none."""
+        weight = None if self.weight is None else self.weight.astype(x.dtype)
+        return _multiply(product, x, eqx.tree_at(lambda w: w.weight, self, None, is_leaf=_is_none), weight)
+
+    def product(self, product: MatrixProduct, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
+        """The same, not to be differentiated."""
+        to = FORMATS[self.precision]
+        values, scale = rounded(x, _features(x), to.values)
+        y = product(values, self.values, to.sums)
+        return _scaled(y, _like(y, scale), self._scale_of(y)).astype(x.dtype)
+
+    def input_gradient(
+        self, product: MatrixProduct, dy: Float[Array, "B T *F"], inputs: tuple[int, ...]
+    ) -> Float[Array, "B T *D"]:
+        """dy @ w', in dy's dtype, [B T *inputs].  Communication: none."""
+        to = FORMATS[self.precision]
+        values, scale = rounded(_scaled(dy, self._scale_of(dy)), _features(dy), to.gradients)
+        dx = product.transposed(values, self.values, inputs, to.sums)
+        return _scaled(dx, _like(dx, scale)).astype(dy.dtype)
+
+    def gathered(self, axes: Any, dim: int) -> "EightBit":
+        """Shards along `dim` -> the whole, which has the gradient of `weight` as if that had been gathered.
+
+        Communication: one all-gather of the values, and of the scales of sharded outputs; backward one reduce-scatter
+        of the gradient, in the dtype of `weight`.
+        """
+        scale = self.scale if dim in self.inputs else all_gather(self.scale, axes, dim)
+        weight = None if self.weight is None else _as_if_gathered(self.weight, axes, dim)
+        return EightBit(all_gather(self.values, axes, dim), scale, weight, self.precision, self.inputs)
+
+    def _scale_of(self, y: Array) -> Array:
+        return self.scale.reshape(1, 1, *y.shape[2:])
+
+
+def rounded(
+    x: Float[Array, "..."], dims: tuple[int, ...], dtype: DTypeLike, axes: tuple[str, ...] = ()
+) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
+    """(values, scale), x ~ values x scale: one scale for all elements along `dims`, whose size in it is 1, so that the
+    largest becomes the largest number of `dtype`.  What is all 0 stays so; what is not finite has such a scale.
+
+    Communication  one maximum over `axes`, those which shard `dims` under shard_map.
+    """
+    largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
+    largest = (lax.pmax(largest, axes) if axes else largest).astype(jnp.promote_types(x.dtype, jnp.float32))
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    scale = jnp.where(largest == 0, 1, largest) / float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
+    scaled = x.astype(scale.dtype) / scale
+    return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale
+
+
+def in_eight_bits(rounding: Any, params: Any) -> Any:
+    """`params`, in eight bits where `rounding`, a tree like them, has a function of one; with None as they are.
+    Communication: that of `rounded`."""
+    if rounding is None:
+        return params
+    return jax.tree.map(lambda to_eight, w: w if to_eight is None else to_eight(w), rounding, params, is_leaf=_is_none)
+
+
+def of_gradient(is_trained: Any, params: Any) -> Any:
+    """For each array of `params`, whether the gradient of a step is that of it, by `is_trained` of each parameter."""
+
+    def of(trained: bool, w: Any) -> Any:
+        if not isinstance(w, EightBit):
+            return trained
+        return eqx.tree_at(lambda w: (w.values, w.scale, w.weight), w, (False, False, trained), is_leaf=_is_none)
+
+    return jax.tree.map(of, is_trained, params)
+
+
+def gradient_of(dw: Any) -> Array:
+    """The gradient of a weight, which in the place of an `EightBit` is that of its array."""
+    return dw.weight if isinstance(dw, EightBit) else dw
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(product: MatrixProduct, x: Array, w: EightBit, weight: Array | None) -> Array:
+    return w.product(product, x)
+
+
+def _forward(product: MatrixProduct, x: Array, w: EightBit, weight: Array | None) -> tuple[Array, tuple]:
+    return w.product(product, x), (x, w, None if weight is None else ())
+
+
+def _backward(product: MatrixProduct, saved: tuple, dy: Array) -> tuple:
+    x, w, trained = saved
+    dx = w.input_gradient(product, dy, x.shape[2:])
+    if trained is None:
+        return dx, None, None
+    return dx, None, *jax.linear_transpose(lambda w: product(x, w), w.values.astype(x.dtype))(dy)
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _as_if_gathered(shard: Array, axes: Any, dim: int) -> Array:
+    """Zeros of the shape and type of `all_gather(shard, axes, dim)`, and its gradient: nobody reads the values."""
+    shape = jax.eval_shape(lambda x: all_gather(x, axes, dim), shard).shape
+    return mark_varying(jnp.zeros(shape, shard.dtype), tuple(sorted(varying_axes(shard))))
+
+
+_as_if_gathered.defvjp(
+    lambda shard, axes, dim: (_as_if_gathered(shard, axes, dim), None),
+    lambda axes, dim, _, dw: (reduce_scatter(dw, axes, dim),),
+)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _features(x: Array) -> tuple[int, ...]:
+    """All dims but batch and time."""
+    return tuple(range(2, x.ndim))
+
+
+def _wide(x: Array) -> Any:
+    """float32, or the dtype of x if that is wider."""
+    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+
+
+def _like(y: Array, scale: Array) -> Array:
+    """The scale of rows, with as many dims as y."""
+    return scale.reshape(*scale.shape[:2], *[1] * (y.ndim - 2))
+
+
+def _scaled(x: Array, *scales: Array) -> Array:
+    x = x.astype(_wide(x))
+    for scale in scales:
+        x = x * scale.astype(x.dtype)
+    return x

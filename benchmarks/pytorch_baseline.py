@@ -33,8 +33,8 @@ from shmap_tp.config.schema import (
     Norm,
     PositionKind,
     Remat,
-    padded_vocabulary,
 )
+from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.plan.flags import append_json

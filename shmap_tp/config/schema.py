@@ -397,8 +397,3 @@ class Config:
     sample: SampleConfig
     checkpoint: CheckpointConfig
     log: LogConfig
-
-
-def padded_vocabulary(model: ModelConfig) -> int:
-    """Rows of the embedding: the vocabulary rounded up to model.vocabulary_multiple."""
-    return -(-model.vocabulary // model.vocabulary_multiple) * model.vocabulary_multiple

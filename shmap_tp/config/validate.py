@@ -27,10 +27,9 @@ from shmap_tp.config.schema import (
     Schedule,
     TensorParallelMode,
     TrainConfig,
-    padded_vocabulary,
 )
 from shmap_tp.config.sources import check_sources
-from shmap_tp.config.values import faults_of_values
+from shmap_tp.config.values import faults_of_values, padded_vocabulary
 from shmap_tp.errors import UserError, refuse_first, shown
 
 EXPERT_MATRICES = {"all", "mlp", "gate", "up", "down"}

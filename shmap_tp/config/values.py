@@ -20,7 +20,7 @@ from functools import reduce
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from shmap_tp.config.schema import Config
+from shmap_tp.config.schema import Config, ModelConfig
 from shmap_tp.errors import refuse_first, shown
 
 SECTIONS = {name: field.type for name, field in Config.__dataclass_fields__.items()}
@@ -31,6 +31,11 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The normal numbers of float32, in which the step computes."""
 BELOW = 1 - 2.0**-24
 """Times a bound: the largest float32 below it."""
+
+
+def padded_vocabulary(model: ModelConfig) -> int:
+    """Rows of the embedding: the vocabulary rounded up to model.vocabulary_multiple."""
+    return -(-model.vocabulary // model.vocabulary_multiple) * model.vocabulary_multiple
 
 
 def keys(section: str) -> list[str]:

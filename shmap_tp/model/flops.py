@@ -27,7 +27,8 @@ from typing import Any
 
 import equinox as eqx
 
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat, padded_vocabulary
+from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat
+from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.errors import UserError
 from shmap_tp.model.sharded_model import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.tracing import (

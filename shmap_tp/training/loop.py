@@ -70,14 +70,10 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
         def due(every: int) -> bool:
             return _is_due(step, every, config.train.steps)
 
-        is_delayed = False  # whether a save waits until the one before it is finished
-        evaluated = True  # unless a stop request interrupts the newest evaluation
-        has_learned = step or run.components.load_parameters  # else there is nothing to compare later losses with
-        if (
-            has_learned
-            and due(config.evaluate.every)
-            and not on_process_0("evaluated", lambda: recorder.has_validation)
-        ):
+        # whether a save waits for the one before it; whether no stop request interrupted the newest evaluation
+        is_delayed, evaluated = False, True
+        is_wanted = (step or run.components.load_parameters) and due(config.evaluate.every)  # else nothing was learned
+        if is_wanted and not on_process_0("evaluated", lambda: recorder.has_validation):
             with pause(TimeCategory.evaluation):
                 evaluated = _evaluate(run, step, state, recorder)
         clock.switch_to(TimeCategory.steps)

@@ -186,8 +186,7 @@ def build_step_functions(
     """The programs of `config` on `mesh`, computing in `dtype`; each is compiled when first called.
 
     With `end_of_text`, the id that ends each document of a row, no document sees another.
-    Raises UserError where model.attention names a kernel that these devices cannot run, or train.matmul_precision a
-    format that they have no units for.
+    Raises UserError where these devices cannot run the kernel of model.attention or train.matmul_precision.
     """
     require_units(config.train.matmul_precision, mesh.devices.flat[0].device_kind)
     model = shard_model(config, mesh, dtype, components, isolated=end_of_text is not None)
@@ -201,12 +200,9 @@ def build_step_functions(
         return init_from(model.make())
 
     shapes = jax.eval_shape(init)
-    trained_shapes, updated = model.split(shapes.params)[0], model.split(model.placed.updated)[0]
-    replicated = jax.tree.map(lambda _: P(), shapes)
-    placed = model.placed.stored, optimizer.state_specs(trained_shapes, updated)
-    specs = eqx.tree_at(lambda state: (state.params, state.optimizer), replicated, placed)
-    objective = make_objective(config, model.execution)
-    axes, drops = mesh.axis_names, drops_tokens(config)
+    updated, _ = model.split(model.placed.updated)
+    specs = _state_specs(model, optimizer, shapes, updated)
+    objective, axes, drops = make_objective(config, model.execution), mesh.axis_names, drops_tokens(config)
     local_step = _make_step(config, objective, optimizer, model, UpdateSharding(updated, axes, dtype))
 
     def batch_of(tokens_ABT: Array, segments_ABT: Array | None = None, sources_AB1: Array | None = None) -> Batch:
@@ -221,18 +217,11 @@ def build_step_functions(
 
     def replay(state: State, *rows: Array | None) -> Fingerprints:
         batch = batch_of(*(None if each is None else each[:1] for each in rows))
+        return on_devices(partial(_replay, objective, model), P(axes))(state, batch)
 
-        def local(state: State, batch: Batch) -> Fingerprints:
-            return watched(partial(_gradients, objective, model), state=state, batch=batch)
-
-        return on_devices(local, P(axes))(state, batch)
-
-    def evaluate(
-        params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None
-    ) -> tuple[Array, Array, Array | None]:
+    def evaluate(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, ...]:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, free_space=drops)
-        local_evaluate = partial(_evaluate, objective.alone())
-        return model.mapped(local_evaluate, (tokens_spec(axes),), P())(params, batch)
+        return model.mapped(partial(_evaluate, objective.alone()), (tokens_spec(axes),), P())(params, batch)
 
     shardings = named_shardings(mesh, specs)
     start = jax.jit(init_from, out_shardings=shardings, donate_argnums=0)
@@ -247,6 +236,18 @@ def build_step_functions(
         trained=model.trained,
         attention=model.attention,
     )
+
+
+def _state_specs(model: ShardedModel, optimizer: Optimizer, shapes: State, updated: Any) -> State:
+    """PartitionSpecs of a state of these shapes."""
+    trained, _ = model.split(shapes.params)
+    placed = model.placed.stored, optimizer.state_specs(trained, updated)
+    return eqx.tree_at(lambda state: (state.params, state.optimizer), jax.tree.map(lambda _: P(), shapes), placed)
+
+
+def _replay(objective: Objective, model: ShardedModel, state: State, batch: Batch) -> Fingerprints:
+    """The fingerprints of a microbatch of this device."""
+    return watched(partial(_gradients, objective, model), state=state, batch=batch)
 
 
 def make_objective(config: Config, execution: Execution) -> Objective:

@@ -16,8 +16,8 @@ from shmap_tp.config.schema import (
     ModelConfig,
     PositionKind,
     Remat,
-    padded_vocabulary,
 )
+from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.model.flops import (
     UncountedError,
     flops_per_token,

@@ -14,8 +14,9 @@ from shmap_tp.model.sharded_model import eight_bit_weights
 from shmap_tp.parallel import eight_bit
 from shmap_tp.parallel.eight_bit import FORMATS, in_eight_bits, rounded
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.plan.ledger import Operation, tally
+from shmap_tp.plan.ledger import Operation
 from tests.helpers.assertions import by_path
+from tests.helpers.communication_rules import tally
 from tests.helpers.layer_cases import MODES, block
 from tests.helpers.model_fixtures import mesh, shapes_of
 from tests.helpers.sharded_harness import Case, cotangent_of, expected, on_mesh

@@ -12,7 +12,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import AttentionKernel, Block, Config, Remat, padded_vocabulary
+from shmap_tp.config.schema import AttentionKernel, Block, Config, Remat
+from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.hardware.devices import GIB, Peak, table_peak
 from shmap_tp.model.flops import forward_terms, parameters, recomputed_terms
 from shmap_tp.plan.report import Row, config_fields, format_row

@@ -71,7 +71,7 @@ def test_a_state_can_be_donated_while_it_is_being_saved(functions, tmp_path, mon
 
 
 def test_each_byte_of_a_copy_for_a_save_is_on_one_device_and_none_is_communicated(functions, monkeypatch):
-    """Of an array of which the ranks of dp have replicas, each copies a part."""
+    """Where the ranks of dp have replicas of an array, each copies a part of it."""
     monkeypatch.setattr(checkpoint, "SPLIT_BYTES", 1)
     params = random_state(functions(2, 4), seed=1).params
     copied = [checkpoint._sharding_of_copy(leaf) for leaf in jax.tree.leaves(params)]

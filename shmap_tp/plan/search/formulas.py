@@ -41,8 +41,8 @@ from shmap_tp.config.schema import (
     Remat,
     SavedActivation,
     TensorParallelMode,
-    padded_vocabulary,
 )
+from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.hardware.devices import generation
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.experts import rows_of_a_token

@@ -103,14 +103,20 @@ class EightBit(eqx.Module):
         return _scaled(dx, _like(dx, scale)).astype(dy.dtype)
 
     def gathered(self, axes: Any, dim: int) -> "EightBit":
-        """Shards along `dim` -> the whole, which has the gradient of `weight` as if that had been gathered.
+        """Shards along `dim` -> the whole, which has the gradient of `weight` as if that had been gathered.  The scale
+        is that of the whole already.
 
-        Communication: one all-gather of the values, and of the scales of sharded outputs; backward one reduce-scatter
-        of the gradient, in the dtype of `weight`.
+        Communication: one all-gather of the values; backward one reduce-scatter of the gradient, in the dtype of
+        `weight`.
         """
-        scale = self.scale if dim in self.inputs else all_gather(self.scale, axes, dim)
         weight = None if self.weight is None else _as_if_gathered(self.weight, axes, dim)
-        return EightBit(all_gather(self.values, axes, dim), scale, weight, self.precision, self.inputs)
+        return EightBit(all_gather(self.values, axes, dim), self.scale, weight, self.precision, self.inputs)
+
+    def with_scale_gathered(self, axes: tuple[str, ...], dim: int) -> "EightBit":
+        """The same, with the scale of all outputs that are sharded over `axes` along `dim`: once a step, because it is
+        small.  Communication: one all-gather of it, if `dim` is one of the outputs."""
+        scale = self.scale if dim in self.inputs else all_gather(self.scale, axes, dim)
+        return EightBit(self.values, scale, self.weight, self.precision, self.inputs)
 
     def _scale_of(self, y: Array) -> Array:
         return self.scale.reshape(1, 1, *y.shape[2:])

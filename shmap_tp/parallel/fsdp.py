@@ -128,6 +128,7 @@ class Fsdp(Placement):
     """Whether there is a gradient."""
 
     def gather_between_slices(self, w: Weight) -> Weight:
+        w = w.with_scale_gathered(self.axes, self.dim) if isinstance(w, EightBit) else w
         if DP_SLICE not in self.axes:
             return w
         if isinstance(w, EightBit):

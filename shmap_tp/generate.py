@@ -155,13 +155,13 @@ def _printer(prompts: list[str], samples: int, first: int) -> Callable[[int, int
 
 def _read_prompts(name: str) -> list[str]:
     """The prompts of a file, or of stdin for "-".  Raises UserError."""
+    with importing():
+        from shmap_tp.runtime.files import read_file
+
     try:
-        content = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        what = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 at byte {error.start}"
-        raise UserError(
-            f"--prompts {name} cannot be read: {what}; convert it, or name another, or - for stdin"
-        ) from error
+        content = (sys.stdin.buffer.read() if name == "-" else read_file(name, f"--prompts {name}")).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompts {name} is not UTF-8 at byte {error.start}; convert it") from error
     lines = content.replace("\r\n", "\n").removesuffix("\n").split("\n") if content else []
     prompts = []
     for number, line in enumerate(lines, 1):

@@ -100,7 +100,8 @@ def _check_tied_head(source: Source, tensors: Mapping[str, StoredTensor], found:
     if head is None or "head.weight" in found:
         return
     embedding = found["embedding.weight"][1][()]
-    if (head.shape, head.dtype, head.sample()) != (embedding.shape, embedding.dtype, embedding.sample()):
+    is_same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and head.sample() == embedding.sample()
+    if not is_same:
         raise UserError(
             f"{head.file}: {source.family.head} differs from the embedding, which {source.config_file} uses in its "
             f"place;\nset tie_word_embeddings to false there, or remove the tensor"

@@ -48,7 +48,7 @@ def pieces_of_array(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(the first index, the size) along each dim of pieces of at most `limit` bytes, in row-major order, that together
     make up an array.  The first dims are divided first: those are layers, or rows of a file."""
-    piece = list(shape)
+    piece = [max(1, size) for size in shape]
     for dim, size in enumerate(shape):
         whole = math.prod(piece) * itemsize
         if whole > limit:

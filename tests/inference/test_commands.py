@@ -130,7 +130,7 @@ def test_what_generate_refuses(run, capsys, arguments, message):
             'line 2 must be a prompt that is not empty, in an object such as {"prompt": "..."}',
         ),
         ("number.jsonl", b'{"prompt": 1}\n', "line 1 must be a prompt that is not empty"),
-        ("latin.txt", b"caf\xe9\n", "it is not UTF-8 at byte 3"),
+        ("latin.txt", b"caf\xe9\n", "is not UTF-8 at byte 3"),
         ("empty.txt", b"", []),
     ],
 )

@@ -22,6 +22,10 @@ from shmap_tp.runtime.files import replacing
 COMPUTE_COLORS = {
     "attention": "#4878cf",
     "mlp": "#d65f5f",
+    "experts": "#b22222",
+    "router": "#f4a582",
+    "rows to experts": "#8c9c3c",
+    "rows from experts": "#3c8c7c",
     "blocks, the rest": "#b0b0b0",
     "head": "#956cb4",
     "loss": "#d5bb67",

@@ -236,8 +236,11 @@ FREE = {
 
 WAITING_FOR_COLLECTIVES = "waiting for collectives"
 
-SCOPES = {"cross_entropy": "loss", "embedding": "embedding", "attention": "attention", "mlp": "mlp", "head": "head"}
-"""named_scope -> name in a report."""
+SCOPES = {
+    "cross_entropy": "loss", "embedding": "embedding", "attention": "attention", "router": "router",
+    "dispatch": "rows to experts", "combine": "rows from experts", "experts": "experts", "mlp": "mlp", "head": "head",
+}  # fmt: skip
+"""named_scope -> name in a report, where one is within another the inner one first."""
 
 
 @dataclass(frozen=True)

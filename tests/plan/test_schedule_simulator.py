@@ -21,6 +21,7 @@ from tests.helpers.hlo_text import (
 SCOPES = {
     "jit(step)/shard_map/while/body/closed_call/jvp(blocks)/while/body/closed_call/attention/dot_general": "attention",
     "jit(step)/shard_map/while/body/closed_call/transpose(jvp(blocks))/while/body/closed_call/mlp/dot_general": "mlp",
+    "jit(step)/shard_map/while/body/transpose(jvp(blocks))/while/body/mlp/combine/gather": "rows from experts",
     "jit(step)/shard_map/while/body/closed_call/jvp(blocks)/while/body/add": "blocks, the rest",
     "jit(step)/shard_map/while/body/closed_call/jvp(head)/while/body/closed_call/cross_entropy/reduce_max": "loss",
     "jit(step)/shard_map/while/body/closed_call/transpose(jvp(embedding))/scatter-add": "embedding",

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
 
@@ -60,6 +60,9 @@ class OverMp:
     Communication  none.
     """
 
+    has_all: bool
+    """Whether every slot has a token, so that one device has a row of every pair."""
+
     def __call__(
         self,
         x_ND: Float[Array, "N D"],
@@ -68,9 +71,14 @@ class OverMp:
         count: int,
         compute: Compute,
     ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
-        rows = sort_by_expert(experts_NC - lax.axis_index(MP) * count, count)
-        y_RD = compute(x_ND[rows.token], weights_NC.ravel()[rows.pair], rows.sizes)
-        return _added_up(x_ND, rows.token, y_RD, jnp.sum(rows.sizes)), jnp.zeros((), jnp.int32)
+        with jax.named_scope("dispatch"):
+            rows = sort_by_expert(experts_NC - lax.axis_index(MP) * count, count)
+            is_row_CN = None if self.has_all and ranks((MP,)) == 1 else rows.place_CN < jnp.sum(rows.sizes)
+            places = Places(rows.token, jnp.minimum(rows.place_CN, len(rows.token) - 1), is_row_CN)
+            x_RD, weights_R = take_rows(x_ND, places), take_rows(weights_NC.ravel(), places.of_pairs(rows.pair))
+        y_RD = compute(x_RD, weights_R, rows.sizes)
+        with jax.named_scope("combine"):
+            return add_rows(y_RD, places), jnp.zeros((), jnp.int32)
 
 
 @dataclass(frozen=True)
@@ -104,21 +112,24 @@ class OverTokens:
         limit = places if self.tokens is None else self._limit(places, chosen, over * mp)
         place_rS = jnp.broadcast_to(jnp.arange(places)[None], (over, places))
         is_row_S = (place_rS < (sizes_r if limit is places else jnp.minimum(sizes_r, limit))[:, None]).ravel()
-        row_S = ((jnp.cumsum(sizes_r) - sizes_r)[:, None] + place_rS).ravel()
-        pair_S = rows.pair.at[row_S].get(mode="clip")
-        token_S = pair_S // chosen
+        first_r = jnp.cumsum(sizes_r) - sizes_r
+        pair_S = rows.pair.at[(first_r[:, None] + place_rS).ravel()].get(mode="clip")
+        rank_CN = jnp.minimum(rank_NC.T // mp, over - 1)
+        number_CN = rows.place_CN - first_r[rank_CN]  # among the rows for its rank
+        has_all = self.capacity is None and self.tokens is None and mp == 1
+        is_sent_CN = None if has_all else (rows.place_CN < jnp.sum(sizes_r)) & (number_CN < limit)
+        slot_CN = rank_CN * places + jnp.clip(number_CN, 0, places - 1)
+        sent = Places(pair_S // chosen, slot_CN, is_sent_CN)
         with jax.named_scope("dispatch"):
-            x_SD = _all_to_all(jnp.where(is_row_S[:, None], x_ND[token_S], 0))
-            weights_S = _all_to_all(jnp.where(is_row_S, weights_NC.ravel()[pair_S], 0))
+            x_SD = _all_to_all(take_rows(x_ND, sent))
+            weights_S = _all_to_all(take_rows(weights_NC.ravel(), sent.of_pairs(pair_S)))
             expert_S = _all_to_all(jnp.where(is_row_S, expert_NC.ravel()[pair_S], count))
-        order_S = jnp.argsort(expert_S, stable=True)
-        sizes_E = _sizes(expert_S, count)
-        y_SD = compute(x_SD[order_S], weights_S[order_S], sizes_E)
-        y_SD = jnp.where((jnp.arange(len(y_SD)) < jnp.sum(sizes_E))[:, None], y_SD, 0)
+            order_S = jnp.argsort(expert_S, stable=True)
+            sorted_S = Places(order_S, _inverse(order_S)[None], None)
+            x_RD, weights_R = (take_rows(received, sorted_S) for received in (x_SD, weights_S))
+        y_RD = compute(x_RD, weights_R, _sizes(expert_S, count))
         with jax.named_scope("combine"):
-            y_SD = _all_to_all(y_SD[jnp.argsort(order_S)])
-        y_SD = jnp.where(is_row_S[:, None], y_SD, 0)
-        y_ND = jnp.zeros_like(x_ND).at[token_S].add(y_SD)
+            y_ND = add_rows(_all_to_all(add_rows(y_RD, sorted_S)), sent)
         return y_ND, jnp.sum(jnp.maximum(sizes_r - limit, 0))
 
     def _limit(self, places: int, chosen: int, devices: int) -> Int[Array, ""] | int:
@@ -130,8 +141,8 @@ class OverTokens:
 
 
 def dispatch_of_mesh(capacity: float | None, tokens: Int[Array, ""] | None) -> Dispatch:
-    """The dispatch on the mesh that is being mapped over; only `OverTokens` needs the arguments."""
-    return OverTokens(capacity, tokens) if EP in axes_of(Role.experts) else OverMp()
+    """The dispatch on the mesh that is being mapped over; only `OverTokens` needs the capacity."""
+    return OverTokens(capacity, tokens) if EP in axes_of(Role.experts) else OverMp(tokens is None)
 
 
 def places_for_a_rank(tokens: int, chosen: int, experts: int, devices: int, capacity: float | None) -> int:
@@ -149,6 +160,8 @@ class Rows(NamedTuple):
     token: Int[Array, " R"]
     sizes: Int[Array, " E"]
     """How many rows each of the experts has."""
+    place_CN: Int[Array, "C N"]
+    """Where each pair stands: of one with another expert, a number beyond the sum of the sizes."""
 
 
 def sort_by_expert(experts_NC: Int[Array, "N C"], experts: int) -> Rows:
@@ -156,20 +169,57 @@ def sort_by_expert(experts_NC: Int[Array, "N C"], experts: int) -> Rows:
     tokens, chosen = experts_NC.shape
     expert_P = experts_NC.ravel()
     group_P = jnp.where((expert_P >= 0) & (expert_P < experts), expert_P, experts)
-    pair_R = jnp.argsort(group_P, stable=True)[: tokens * min(chosen, experts)]
-    return Rows(pair_R, pair_R // chosen, _sizes(group_P, experts))
+    pair_P = jnp.argsort(group_P, stable=True)
+    pair_R = pair_P[: tokens * min(chosen, experts)]
+    place_CN = _inverse(pair_P).reshape(tokens, chosen).T
+    return Rows(pair_R, pair_R // chosen, _sizes(group_P, experts), place_CN)
 
 
 def _sizes(expert_P: Int[Array, " P"], experts: int) -> Int[Array, " E"]:
     return jnp.sum(expert_P[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
 
 
-def _added_up(
-    x_ND: Float[Array, "N D"], token_R: Int[Array, " R"], y_RD: Float[Array, "R D"], rows: Int[Array, ""]
-) -> Float[Array, "N D"]:
-    """For each token the sum of y over the first `rows` rows."""
-    is_row_R = jnp.arange(len(y_RD)) < rows
-    return jnp.zeros_like(x_ND).at[token_R].add(jnp.where(is_row_R[:, None], y_RD, 0))
+def _inverse(order_R: Int[Array, " R"]) -> Int[Array, " R"]:
+    """The place of each number in a permutation of them."""
+    return jnp.zeros_like(order_R).at[order_R].set(jnp.arange(len(order_R), dtype=order_R.dtype), unique_indices=True)
+
+
+class Places(NamedTuple):
+    """Which rows of one array, of N, become which of another, of R: each in up to C places."""
+
+    source_R: Int[Array, " R"]
+    places_CN: Int[Array, "C N"]
+    is_there_CN: Bool[Array, "C N"] | None
+    """None: all are."""
+
+    def of_pairs(self, pair_R: Int[Array, " R"]) -> "Places":
+        """Those of the pairs n C + c: each in one place."""
+        is_there = None if self.is_there_CN is None else self.is_there_CN.T.reshape(1, -1)
+        return Places(pair_R, self.places_CN.T.reshape(1, -1), is_there)
+
+
+@jax.custom_vjp
+def take_rows(x_N: Float[Array, "N ..."], places: Places) -> Float[Array, "R ..."]:
+    """The row of x for each of R places.  Its gradient is that of the places of a row, added up: JAX's own would
+    scatter them.  What stands in a place to which no row goes has no part in it."""
+    return x_N.at[places.source_R].get(mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def add_rows(y_R: Float[Array, "R ..."], places: Places) -> Float[Array, "N ..."]:
+    """For each of N rows the sum over its places, in float32 at least; one gather after the other, because XLA for TPU
+    adds slices of one gathered array more slowly."""
+    wide, total = jnp.promote_types(y_R.dtype, jnp.float32), None
+    for c, place_N in enumerate(places.places_CN):
+        row_N = y_R.at[place_N].get(mode="promise_in_bounds")
+        if places.is_there_CN is not None:
+            row_N = jnp.where(places.is_there_CN[c].reshape(-1, *[1] * (y_R.ndim - 1)), row_N, 0)
+        total = row_N.astype(wide) if total is None else total + row_N.astype(wide)
+    return total.astype(y_R.dtype)
+
+
+take_rows.defvjp(lambda x, places: (take_rows(x, places), places), lambda places, dx: (add_rows(dx, places), None))
+add_rows.defvjp(lambda y, places: (add_rows(y, places), places), lambda places, dy: (take_rows(dy, places), None))
 
 
 def _all_to_all(x: Array) -> Array:

@@ -38,6 +38,7 @@ from shmap_tp.layers.context import Context
 from shmap_tp.layers.expert_dispatch import dispatch_of_mesh
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
 from shmap_tp.layers.mlp import GATES, MLPS, Gate, MlpLayer
+from shmap_tp.layers.xla_workarounds import twice
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
 from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
@@ -253,13 +254,13 @@ class Experts(eqx.Module):
     ) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
         """(the weighted sum {+mp} of the chosen experts, for each token; how many rows were dropped)."""
 
+        @jax.named_scope("experts")
         def compute(x_RD: Array, weights_R: Array, sizes_E: Array) -> Array:
             rows = ExpertRows.of(len(x_RD), sizes_E)
-            is_row = rows.is_row_R[:, None]
-            x_RD = jnp.where(is_row, x_RD, 0)
-            gate_RF, up_RF = (layer.add_bias(layer(x_RD, sizes_E, multiply), rows) for layer in (self.gate, self.up))
+            inputs = zip((self.gate, self.up), twice(x_RD), strict=True)
+            gate_RF, up_RF = (layer.add_bias(layer(x, sizes_E, multiply), rows) for layer, x in inputs)
             gate_RF, up_RF = checkpoint_name(gate_RF, GATE), checkpoint_name(up_RF, UP)
-            weights_R1 = jnp.where(is_row, weights_R[:, None], 0).astype(up_RF.dtype)
+            weights_R1 = jnp.where(rows.is_row_R, weights_R, 0)[:, None].astype(up_RF.dtype)
             y_RD = self.down(self.gated(gate_RF, up_RF) * weights_R1, sizes_E, multiply)
             return self.down.add_bias(y_RD, rows, weights_R1)
 

@@ -1,7 +1,6 @@
 """Published silent bugs of mixtures of experts, made on purpose.  docs/silent-bugs.md names the threads."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -76,9 +75,7 @@ def comparison_over_tokens() -> None:
 
 
 def test_results_come_back_in_the_order_of_experts_instead_of_that_of_tokens(monkeypatch):
-    sort = jnp.argsort
-    inverse = lambda x, **options: sort(x, **options) if options else jnp.arange(len(x))  # noqa: E731
-    monkeypatch.setattr(expert_dispatch, "jnp", SimpleNamespace(**{**vars(jnp), "argsort": inverse}))
+    mutate(monkeypatch, expert_dispatch, "_inverse", lambda inverse: lambda order: jnp.arange(len(order)))
     with wrong:
         comparison_over_tokens()
 

@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(arguments: argparse.Namespace) -> None:
     prompts = [*arguments.prompt, *(_read_prompts(arguments.prompts) if arguments.prompts else [])]
-    refuse_first(_faults(arguments, prompts))
     with importing():
         from shmap_tp.data.tokenizer import check_text
     for number, prompt in enumerate(prompts):
         check_text(prompt, f"prompt {number}")
+    refuse_first(_faults(arguments, prompts))
     with importing():
         from tqdm import tqdm
 

@@ -58,7 +58,7 @@ def test_a_template_that_is_damaged_missing_or_refuses_is_named(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": nonsense}))
         with pytest.raises(UserError, match="has no chat template"):
             TextDirectory.read(tmp_path).template()
-    with pytest.raises(UserError, match=r"none\.jinja: no such file"):
+    with pytest.raises(UserError, match=r"none\.jinja cannot be read: No such file"):
         TextDirectory.read(tmp_path).template(str(tmp_path / "none.jinja"))
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(UserError, match=r"chat_template\.jinja is not a chat template: "):

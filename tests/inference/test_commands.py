@@ -98,7 +98,7 @@ def test_an_answer_ends_before_a_stop_text(run, capsys):
         (["--prompt", "a", "mesh.dp=0"], "is not mesh.dp=N or mesh.mp=N"),
         (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt cannot be read: No such file or directory"),
         (["--prompts", "/dev/zero"], "/dev/zero is a device, but a file is needed; name another"),
-        (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json: no such file"),
+        (["--prompt", "a", "--tokenizer", "/nowhere.json"], "--tokenizer /nowhere.json cannot be read: No such file"),
         (["--prompt", "a", "--out", "/nowhere/out.jsonl"], "--out /nowhere/out.jsonl cannot be written"),
         (["--prompt", "a", "--out", "/dev/full"], "/dev/full is a device, but a file is needed; name another"),
         (["--prompt", "a", "--out", "a" * 300], "cannot be read: File name too long"),

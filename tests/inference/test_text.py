@@ -29,7 +29,7 @@ def test_a_directory_without_a_tokenizer_or_with_a_damaged_file_is_refused(tmp_p
 
 
 def test_a_tokenizer_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="cannot be read: No such file"):
         open_tokenizer_file(str(tmp_path / "none.json"))
 
 

@@ -25,7 +25,7 @@ from shmap_tp.data.batches import (
     isolating_token,
     open_data,
 )
-from shmap_tp.data.location import STDLIB, bucket_messages, open_file_system, prepare_and_copy, prepare_command
+from shmap_tp.data.location import bucket_messages, open_file_system, prepare_and_copy, prepare_command, stdlib_meta
 from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError, refuse_first
@@ -94,7 +94,7 @@ def _check_directories(config: Config) -> None:
     """Raise UserError if what exists of a directory that a run creates is a file, or must not be written."""
     for key in SCHEMES:
         path = value_of(config, key)
-        if path is None or "://" in path or (key == "data.dir" and config.data.source != STDLIB):
+        if path is None or "://" in path or (key == "data.dir" and not stdlib_meta(config.data)):
             continue
         there = next(part for part in (Path(path).absolute(), *Path(path).absolute().parents) if os.path.exists(part))
         if not there.is_dir() or not os.access(there, os.W_OK):
@@ -125,9 +125,8 @@ def _data(data: DataConfig, config: Config) -> tuple[str, str | None, Meta | Non
         isolating_id(meta, data, model)
         check_pairs(meta, data, config.train)
         return "prepared", data_warning(data, model, meta), meta
-    if data.source == STDLIB:
-        meta = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
-        return f"not prepared; a run prepares it (data.source={STDLIB})", data_warning(data, model, meta), meta
+    if meta := stdlib_meta(data):
+        return f"not prepared; a run prepares it (data.source={data.source})", data_warning(data, model, meta), meta
     more = "; --help lists other sources" if data.source is None else ""
     return f"not prepared; {prepare_command(data, model.from_pretrained, data.dir)}{more}", None, None
 
@@ -180,7 +179,7 @@ def check_places(config: Config, slices: RentedSlices) -> None:
 def _faults_of_places(config: Config, slices: RentedSlices) -> Iterator[str]:
     checkpoints = config.checkpoint.dir
     for name, data in each_source(config.data).items():
-        if not _is_on_host(data.dir) or data.source == STDLIB:
+        if not _is_on_host(data.dir) or stdlib_meta(data):
             continue
         bucket = checkpoints.split("/")[2] if checkpoints.startswith("gs://") else "BUCKET"
         url, key = f"gs://{bucket}/{data.name}", f"data.sources.{name}.dir" if name else "data.dir"
@@ -209,8 +208,7 @@ def _is_on_host(path: str) -> bool:
 def _data_for_slices(config: Config, data: DataConfig) -> tuple[str, str | None, Meta | None]:
     """(what is in data.dir, one of the sources, in words; why it may be the wrong one; its meta.json, where it is).
     Raises UserError if the run could not train on it."""
-    if data.source == STDLIB and "://" not in data.dir:
-        stdlib = Meta(dtype="uint16", vocabulary=Bytes.vocabulary, tokenizer=Bytes.name)
+    if stdlib := stdlib_meta(data):
         warning = data_warning(data, config.model, stdlib)
         return "prepared by each host from the Python library, which is only a test", warning, stdlib
     if "://" not in data.dir:

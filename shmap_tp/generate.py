@@ -27,7 +27,7 @@ examples
   python -m shmap_tp.generate --checkpoint runs/first --prompt "def main("
   python -m shmap_tp.generate --checkpoint runs/first --prompts FILE.txt --out FILE.jsonl mesh.dp=2 mesh.mp=4
   python -m shmap_tp.generate --pretrained DIR --prompt "The capital of France is" mesh.mp=4
-  python -m shmap_tp.generate --checkpoint runs/first --prompt "import " --temperature 0.8 --top-p 0.95 --samples 3
+  python -m shmap_tp.generate --checkpoint runs/first --prompt "import" --temperature 0.8 --top-p 0.95 --samples 3
   git diff --name-only | python -m shmap_tp.generate --checkpoint runs/first --prompts -
 
 A sampled token is a function of (seed, prompt number, sample number, position), on every mesh, in every batch.

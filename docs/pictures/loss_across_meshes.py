@@ -4,9 +4,9 @@
 
 The run directory of docs/loss.png was made by
 
-    python main.py --cfg conf/config.yaml
-    python main.py --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 train.steps=450 --resume
-    python main.py --cfg conf/config.yaml mesh.dp=1 mesh.mp=8 train.steps=600 --resume
+    python main.py --cfg conf/first.yaml
+    python main.py --cfg runs/first/config.yaml mesh.dp=8 mesh.mp=1 train.steps=900 --resume
+    python main.py --cfg runs/first/config.yaml mesh.dp=1 mesh.mp=8 train.steps=1200 --resume
 """
 
 import argparse
@@ -46,7 +46,7 @@ def draw(lines: list[dict], out: Path) -> None:
         axes.text((begin + end) / 2, 0.93, text, transform=axes.get_xaxis_transform(), ha="center", color="0.35")
     validation = [(line["step"], line["loss"]) for line in lines if line["split"] == "validation"]
     axes.plot(*zip(*validation, strict=True), "o", color="black", markersize=4, label="validation")
-    axes.set(xlabel="optimizer step", ylabel="cross entropy, nats per byte", xlim=(0, last + 8), ylim=(1.2, None))
+    axes.set(xlabel="optimizer step", ylabel="cross entropy, nats per token", xlim=(0, last + 8), ylim=(3, None))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, title="mesh (dp, mp)", bbox_to_anchor=(0.46, 0.9), loc="upper right")
     figure.savefig(out, dpi=110, metadata={"Software": None})

@@ -248,7 +248,8 @@ class DataConfig:
     cache: str | None = key(schemes=())
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
-    """stdlib: the run prepares it.  Else arguments of shmap_tp.prepare, printed if `dir` is empty; null: not known."""
+    """stdlib, or `--source stdlib --train-tokenizer N`: the run prepares it.  Else arguments of shmap_tp.prepare,
+    printed if `dir` is empty; null: not known."""
     documents: Documents
     """isolated: a token sees earlier tokens of its own document, in which learned positions begin at 0, and the first
     token of the next document is no target.  joined: a sequence is read as one text."""

@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from shmap_tp.config.schema import DataConfig
-from shmap_tp.data.metadata import COMPANIONS, META, SPLITS
+from shmap_tp.data.metadata import COMPANIONS, META, SPLITS, TOKENIZER, Meta
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, first_contact
 
 STDLIB = "stdlib"
 FILES = (META, *COMPANIONS, *(f"{split}.{ending}" for split in SPLITS for ending in ("bin", "counted")))
+_STDLIB_SOURCE = rf"{STDLIB}|--source {STDLIB}( --train-tokenizer (?P<vocabulary>[0-9]+))?"
+"""The values of data.source that a run prepares by itself."""
 _CHUNK = 1 << 24  # bytes that a copy reads at a time
 _COPIED = "copied.json"  # which versions of the files were copied
 
@@ -39,6 +41,17 @@ def prepared_directory(data: DataConfig, pretrained: str | None = None) -> Path:
         return _copy_of_bucket(data, pretrained)
     _require_data(file_size(Path(data.dir) / "train.bin") is not None, data, pretrained)
     return Path(data.dir)
+
+
+def stdlib_meta(data: DataConfig) -> Meta | None:
+    """What is known beforehand of the meta.json of the Python standard library, if data.dir is to hold it, and a run
+    prepares it by itself; else None."""
+    found = re.fullmatch(_STDLIB_SOURCE, data.source or "")
+    if found is None or "://" in data.dir:
+        return None
+    if found["vocabulary"] is None:
+        return Meta(dtype="uint16", vocabulary=256, tokenizer="bytes")
+    return Meta(dtype="uint16", vocabulary=int(found["vocabulary"]), tokenizer=TOKENIZER)
 
 
 def prepare_command(data: DataConfig, pretrained: str | None, out: str) -> str:

@@ -28,9 +28,10 @@ from shmap_tp.config.schema import DataConfig
 from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
 from shmap_tp.data.conversations import PAIRS, ChatSource
-from shmap_tp.data.location import FILES, STDLIB
+from shmap_tp.data.location import FILES, stdlib_meta
 from shmap_tp.data.metadata import DTYPES, META, SPLITS
 from shmap_tp.data.staging import remove_stale, staging
+from shmap_tp.data.subwords import train_tokenizer
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.data.tokenizing import id_dtype, parts_key, tokenized
 from shmap_tp.errors import UserError, shown
@@ -173,15 +174,18 @@ def _messages(out: Path | str, key: str) -> Iterator[None]:
 
 def prepare_missing(data: DataConfig) -> None:
     """Prepare data.dir if it is empty and data.source names what this machine has; safe in parallel processes."""
-    if data.source == STDLIB and "://" not in data.dir and file_size(Path(data.dir) / "train.bin") is None:
+    if (planned := stdlib_meta(data)) and file_size(Path(data.dir) / "train.bin") is None:
         print_on_process_0(f"preparing {data.dir} from the Python standard library of this machine ...")
-        prepare_stdlib(data.dir)
+        prepare_stdlib(data.dir, planned.vocabulary)
 
 
-def prepare_stdlib(out: Path | str) -> dict:
-    """Prepare the Python standard library in the data.dir `out` unless it is there; safe in parallel processes."""
+def prepare_stdlib(out: Path | str, vocabulary: int = Bytes.vocabulary) -> dict:
+    """Prepare the Python standard library in the data.dir `out` unless it is there, as bytes, or with a tokenizer of
+    `vocabulary` ids that is trained on it; safe in parallel processes."""
+    as_bytes = vocabulary == Bytes.vocabulary
     try:
-        return prepare(text_sources.stdlib(), Bytes(), out, key="data.dir")
+        tokenizer = Bytes() if as_bytes else train_tokenizer(text_sources.stdlib(), vocabulary)
+        return prepare(text_sources.stdlib(), tokenizer, out, key="data.dir")
     except UserError:
         if file_size(meta := Path(out) / META) is None:
             raise

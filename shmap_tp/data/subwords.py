@@ -180,9 +180,10 @@ def read_subwords(
 
 def _opened(opening: Callable[[Any], Any], place: str) -> Any:
     """What `opening` makes of the class tokenizers.Tokenizer; `place` names the file in messages."""
-    library = tokenizers_library(place)
+    import tokenizers
+
     try:
-        return opening(library.Tokenizer)
+        return opening(tokenizers.Tokenizer)
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{place} cannot be opened as a tokenizer: {first_line(error)}") from None
 
@@ -208,15 +209,6 @@ def open_tokenizer_file(name: str) -> Tokenizer:
     return read_subwords(read_file(name, f"--tokenizer {name}"), name)
 
 
-def tokenizers_library(place: str) -> Any:
-    """The module `tokenizers`.  Raises UserError if it is not there; `place` names what needs it."""
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(f"{place} needs `tokenizers`: pip install -e '.[data]'") from None
-    return tokenizers
-
-
 def has_tokenized(tokenizer: Tokenizer, meta: Meta) -> bool:
     """Whether `tokenizer` may be that of prepared data, as far as its meta.json says."""
     if meta.tokenizer is None or Bytes.name in (meta.tokenizer, tokenizer.name):
@@ -229,9 +221,11 @@ def has_sha256(content: bytes, sha256: str | None) -> bool:
     hash of data that was prepared with a name on the hub."""
     if hashlib.sha256(content).hexdigest() == sha256:
         return True
+    import tokenizers
+
     try:
-        again = tokenizers_library("").Tokenizer.from_str(content.decode()).to_str()
-    except Exception:  # the library raises bare Exception; or it is not there
+        again = tokenizers.Tokenizer.from_str(content.decode()).to_str()
+    except Exception:  # the library raises bare Exception
         return False
     return hashlib.sha256(again.encode()).hexdigest() == sha256
 
@@ -242,13 +236,13 @@ def train_tokenizer(source: TextSource, vocabulary: int, end_of_text: str | None
 
     Sennrich et al. 2016, https://arxiv.org/abs/1508.07909; Radford et al. 2019, "Language Models are Unsupervised
     Multitask Learners", section 2.2.  `end_of_text` is the token after each document (default: END_OF_TEXT).
-    Raises UserError if the vocabulary is too small or too large, if that token is ordinary text, or if the `tokenizers`
-    library is not there.
+    Raises UserError if the vocabulary is too small or too large, or if that token is ordinary text.
     """
+    import tokenizers
+
     if not SMALLEST <= vocabulary <= LARGEST:
         rule = f"must be at least {SMALLEST}, 256 bytes and the end of text, and at most {LARGEST:,}"
         raise UserError(f"--train-tokenizer {shown(vocabulary)} {rule}")
-    tokenizers = tokenizers_library("--train-tokenizer")
     end_of_text = end_of_text or END_OF_TEXT
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

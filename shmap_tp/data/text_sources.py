@@ -29,7 +29,8 @@ STDLIB_VALIDATION = 0.02
 
 _SPLIT_NAMES = {TRAIN: "train(ing)?", VALIDATION: "(validation|valid|val|dev)", TEST: "(test(ing)?|eval(uation)?)"}
 _ENDINGS = r"(\.[a-z]\w*)+$"
-_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+"""Directories of tests, of other packages, and of tables and documents that were written by programs."""
 _GENERATED = ("config-", "_sysconfigdata")  # written when Python was built, so different on every machine
 
 
@@ -145,7 +146,7 @@ class TextSource:
 
 
 def stdlib() -> TextSource:
-    """The .py files of the running Python's standard library without its tests, ordered by relative path.
+    """The .py files of the running Python's standard library without its tests and tables, ordered by relative path.
 
     Files that are not UTF-8 or that contain a NUL are excluded.
     """

@@ -55,6 +55,7 @@ def test_every_data_source_is_prepared_by_the_run_or_by_a_command():
         assert data.name == file.stem
         source = data.source
         assert source == location.STDLIB or command.parser().parse_args([*shlex.split(source), "--out", "x"])
+        assert (location.stdlib_meta(data) is not None) == file.stem.startswith(location.STDLIB)
 
 
 def test_a_file_of_a_run_that_cannot_be_read_is_refused(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from shmap_tp.data.token_files import open_token_file
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from tests.helpers.preparation import WORDS, documents, jsonl, run, texts
+from tests.helpers.run_fixtures import tiny
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,21 @@ def test_several_processes_can_prepare_the_library_at_once_and_it_is_the_same_ev
         assert (out / name).read_bytes() == (library / name).read_bytes()
     assert preparation.prepare_stdlib(library)["vocabulary"] == 256
     assert (library / META).stat().st_mtime_ns == before, "what is prepared is left as it is"
+
+
+def test_a_run_prepares_the_library_with_a_tokenizer_of_its_own_as_the_command_does(tmp_path, monkeypatch):
+    def some() -> text_sources.TextSource:
+        return text_sources.TextSource("some", iter([("train", "def f(x):\n" * 9), ("validation", "def g")]), None)
+
+    monkeypatch.setattr(text_sources, "stdlib", some)
+    source, found, expected = "--source stdlib --train-tokenizer 260", tmp_path / "run", tmp_path / "command"
+    data = replace(tiny(tmp_path).data, source=source, dir=str(found))
+    for _ in range(2):  # what is there is left as it is
+        preparation.prepare_missing(data)
+    assert command.main([*source.split(), "--out", str(expected)]) == 0
+    for name in ("train.bin", "validation.bin", META, TOKENIZER):
+        assert (found / name).read_bytes() == (expected / name).read_bytes()
+    assert read_meta(found).vocabulary == 260
 
 
 def test_the_library_contains_every_text_file_except_tests(tmp_path, monkeypatch):

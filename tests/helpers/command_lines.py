@@ -20,7 +20,7 @@ from shmap_tp import prepare, report, train, verify
 from shmap_tp.check import check_mesh, check_places
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
-from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.data.location import stdlib_meta
 from shmap_tp.hardware.devices import find_slices
 from shmap_tp.plan import __main__ as plan
 from shmap_tp.plan.flags import config_from_flags
@@ -138,14 +138,14 @@ def check_training(words: list[str]) -> Config:
     """The configuration that the arguments of `main.py` describe, validated."""
     arguments = train._parser("python main.py").parse_intermixed_args(words)
     models = [word for word in words if re.match("model.from_pretrained=(runs/|DIR$)", word)]
-    cfg = FIRST if arguments.cfg in (None, "runs/first/config.yaml") else arguments.cfg
+    cfg = {None: FIRST, "runs/first/config.yaml": "conf/first.yaml"}.get(arguments.cfg, arguments.cfg)
     if cfg.startswith(("runs/", "conf/finetune_")) or models:
         raise NotChecked("it needs what an earlier command writes, a directory of the user's, or a model of the hub")
     overrides = ["checkpoint.resume=must"] if arguments.resume else []
     overrides += [f"mesh.processes={arguments.processes}"] if arguments.processes else []
     config = load(str(ROOT / cfg), [*arguments.overrides, *overrides])
-    is_byte_model = config.model.vocabulary == Bytes.vocabulary
-    assert is_byte_model or config.data.source != "stdlib", f"{config.model.name} would train on bytes"
+    data = stdlib_meta(config.data)
+    assert data is None or config.model.vocabulary == data.vocabulary, f"{config.model.name} needs other tokens"
     return config
 
 

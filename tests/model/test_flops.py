@@ -34,6 +34,7 @@ from tests.helpers.named_models import DEFAULTS, TINY, ZOO, load
 # name: (exact parameters, the figure in the file's comment or published, largest mp)
 EXPECTED = {
     "bytes": (852_608, "0.85M", 8), "bytes_llama": (869_504, "0.87M", 8), "cpu_33m": (33_559_040, "33.56M", 8),
+    "llama_1_8m": (1_787_008, "1.79M", 4),
     "test": (229_696, "0.23M", 16), "test_remat": (131_264, "0.13M", 8), "160m": (162_211_584, "162.2M", 4),
     "2_8b": (2_828_062_720, "2.83B", 16), "6_9b": (6_854_676_480, "6.85B", 16),
     "11b": (11_068_182_528, "11.07B", 16), "16b": (15_831_666_688, "15.83B", 16),

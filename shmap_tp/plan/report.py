@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients, Remat, Zero
-from shmap_tp.hardware.devices import Peak, generation
+from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients, MatmulPrecision, Remat, Zero
+from shmap_tp.hardware.devices import DEVICES, Peak, generation
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.model.flops import flops_per_token, frozen_parameters, hardware_flops_per_token, parameters
@@ -102,6 +102,8 @@ class Row:
     """Devices over which each row is split along time."""
     ep: int = 1
     """Ranks of dp over which experts are sharded."""
+    matmul_precision: str = MatmulPrecision.bfloat16
+    """What linear layers multiply in; the peak above is that of bfloat16."""
 
     def __post_init__(self) -> None:
         """Derive throughput and utilisation from the step time."""
@@ -150,6 +152,7 @@ def config_fields(
         "row_major": model.row_major,
         "tensor_parallel": str(config.mesh.tensor_parallel),
         "zero": str(config.mesh.zero),
+        "matmul_precision": str(config.train.matmul_precision),
         "fsdp_gradients": str(config.mesh.fsdp_gradients),
         "attention": str(attention),
         "tokens_per_step": tokens,
@@ -204,10 +207,11 @@ def _format_settings(row: Row) -> str:
     offload = f", offload {', '.join(row.offload)}" if row.offload else ""
     row_major = ", row-major" if row.row_major else ""
     tensor_parallel = f"; tensor parallelism {row.tensor_parallel}" if row.program == EXPLICIT else ""
+    matmuls = "" if row.matmul_precision == MatmulPrecision.bfloat16 else f"; matmuls in {row.matmul_precision}"
     gradients = "" if row.fsdp_gradients == FsdpGradients.reduce_scatter else f", FSDP gradients {row.fsdp_gradients}"
     return (
         f"block {row.block}; remat {row.remat}{offload}{row_major}; attention {row.attention}{tensor_parallel}; "
-        f"zero {row.zero}{gradients}"
+        f"zero {row.zero}{gradients}{matmuls}"
     )
 
 
@@ -237,6 +241,15 @@ def _advice(row: Row) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def _eight_bit_mfu(row: Row) -> str:
+    device = DEVICES.get(row.device_kind)
+    if device is None or row.matmul_precision not in device.eight_bit:
+        return ""
+    peak = device.eight_bit[row.matmul_precision]
+    mfu = row.mfu * row.peak_flops_per_device / peak
+    return f"; MFU {mfu:.1%} of the {row.matmul_precision} peak, {peak / 1e12:,.0f} TFLOP/s per device"
+
+
 def _format_time(row: Row) -> list[str]:
     spread = f" ({row.step_seconds_range[0]:.3f} to {row.step_seconds_range[1]:.3f})" if row.step_seconds_range else ""
     lines = [
@@ -244,7 +257,7 @@ def _format_time(row: Row) -> list[str]:
         f"{row.tokens_per_second_per_chip:,.0f} per chip; {row.tflops_per_chip:.3g} TFLOP/s per chip"
     ]
     if row.mfu is not None:
-        lines.append(f"  MFU            {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}")
+        lines.append(f"  MFU            {row.mfu:.1%}, HFU {row.hfu:.1%} of {row.peak_source}{_eight_bit_mfu(row)}")
     if row.kind == ESTIMATED:
         lines.append("  calibration    none: the time is an estimate by formulas, which no GPU has confirmed")
     if row.kind == PREDICTED:

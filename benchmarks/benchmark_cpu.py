@@ -70,7 +70,7 @@ class Timer:
 
 def configuration(dp: int, mp: int, overrides: list[str]) -> Config:
     settings = ["model=cpu_33m", "train.batch=16", "train.microbatches=2", f"mesh.dp={dp}", f"mesh.mp={mp}"]
-    return load(str(CONF / "config.yaml"), settings + overrides)
+    return load(str(CONF / "base.yaml"), settings + overrides)
 
 
 def compiled_step(config: Config, build: Callable[..., StepFunctions]) -> tuple[StepFunctions, Compiled, float]:

@@ -61,7 +61,7 @@ def compare(arguments: argparse.Namespace) -> None:
         expert_capacity=arguments.capacity if arguments.ep > 1 else "null", block="sequential", mlp="swiglu",
     )  # fmt: skip
     words = [*(f"model.{key}={value}" for key, value in given.items()), f"mesh.ep={arguments.ep}"]
-    config = load(str(CONF / "config.yaml"), [*words, f"mesh.dp={arguments.ep}", "mesh.mp=1", "mesh.processes=1"])
+    config = load(str(CONF / "base.yaml"), [*words, f"mesh.dp={arguments.ep}", "mesh.mp=1", "mesh.processes=1"])
     mesh = make_mesh(config.mesh, jax.devices()[: arguments.ep])
     context = Context(AllReduce(), Alibi(8), grouped_matmul=select_grouped_matmul(jax.devices()[0]))
     key_experts, key_mlp, key_x = jax.random.split(jax.random.key(0), 3)

@@ -290,7 +290,7 @@ def config_of(row: Published) -> Config:
         f"mesh.slices={row.slices}",
         "mesh.zero=zero1",
     ]
-    return load(str(CONF / "config.yaml"), [*settings, *row.more])
+    return load(str(CONF / "base.yaml"), [*settings, *row.more])
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def settings(row: dict) -> list[str]:
 
 
 def config_of(row: dict) -> Config:
-    return load(str(CONF / "config.yaml"), [*settings(row), "data.documents=joined"])
+    return load(str(CONF / "base.yaml"), [*settings(row), "data.documents=joined"])
 
 
 def target_of(row: dict) -> Target:

@@ -54,14 +54,14 @@ def grid(overrides: list[str]) -> list[dict[str, str]]:
 
 
 def configuration(setting: dict[str, str]) -> Config:
-    """conf/config.yaml with the settings of one grid point."""
+    """conf/base.yaml with the settings of one grid point."""
     given = dict(setting)
     if "mesh" in given:
         sizes = given.pop("mesh").split("x")
         if len(sizes) != 2:
             raise UserError(f"mesh={setting['mesh']} is not of the form DPxMP; use the form mesh=4x8")
         given |= {"mesh.dp": sizes[0], "mesh.mp": sizes[1]}
-    return resolve_auto(load(str(CONF / "config.yaml"), [f"{key}={value}" for key, value in given.items()]))
+    return resolve_auto(load(str(CONF / "base.yaml"), [f"{key}={value}" for key, value in given.items()]))
 
 
 def run(setting: dict[str, str], arguments: argparse.Namespace) -> dict:

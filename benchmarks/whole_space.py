@@ -39,7 +39,7 @@ class Case:
     @property
     def config(self) -> Config:
         settings = [f"model={self.model}", f"train.batch={self.batch}", "mesh.dp=1", "mesh.mp=1", "mesh.processes=1"]
-        return load(str(CONF / "config.yaml"), settings)
+        return load(str(CONF / "base.yaml"), settings)
 
     def kept(self) -> list[Result]:
         """The candidates that the formulas keep, fastest first."""

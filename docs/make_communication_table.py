@@ -43,7 +43,7 @@ SIZES = {
 def composed() -> Config:
     given = ["model=test", *(f"model.{key}={value}" for key, value in SIZES.items())]
     given += ["train.batch=8", "train.microbatches=1", f"mesh.dp={DP_SIZE}", "mesh.mp=1"]
-    return load(str(CONF / "config.yaml"), given)
+    return load(str(CONF / "base.yaml"), given)
 
 
 def config(*, mesh: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> Config:

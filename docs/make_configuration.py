@@ -3,7 +3,7 @@
     python docs/make_configuration.py            rewrites the part between the markers
     python docs/make_configuration.py --check    exit code 1 if it is not current
 
-The values shown are those of conf/config.yaml with its default model and data.
+The values shown are those of conf/base.yaml with its default model and data.
 """
 
 import ast
@@ -72,7 +72,7 @@ def section(name: str, node: ast.ClassDef, values: dict) -> list[str]:
 
 def reference() -> str:
     """A table for each section of the configuration, and one of the remat policies."""
-    known, values = classes(), to_dict(load(str(ROOT / "conf" / "config.yaml"), []))
+    known, values = classes(), to_dict(load(str(ROOT / "conf" / "base.yaml"), []))
     lines = []
     for name, kind, _ in fields(known["Config"]):
         lines += section(name, known[kind], values[name])

@@ -188,7 +188,7 @@ or add --unchecked, and main.py checks it on the hosts"
 }
 
 default_cfg() { # add --cfg to the arguments of main.py, if they name none
-    [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/config.yaml "${arguments[@]}")
+    [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/base.yaml "${arguments[@]}")
 }
 
 run() {

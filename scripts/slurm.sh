@@ -29,7 +29,7 @@ fail() {
 cd "${SLURM_SUBMIT_DIR:-.}"
 [[ -f main.py ]] || fail "$PWD has no main.py; run sbatch in the clone"
 [[ -x .venv/bin/python ]] || fail "$PWD has no .venv; run ./prepareGPUVM.sh on a GPU node first"
-[[ " $* " == *" --cfg "* ]] || set -- --cfg conf/config.yaml "$@"
+[[ " $* " == *" --cfg "* ]] || set -- --cfg conf/base.yaml "$@"
 [[ " $* " == *" --resume "* || " $* " == *" checkpoint.resume="* ]] || set -- "$@" checkpoint.resume=if_present
 
 # At a preemption, or 300 s before the time limit, SIGTERM reaches main.py, which saves and exits with 75.  The first

@@ -69,14 +69,14 @@ from shmap_tp.training.step import CONFIGURED, Components
 def load_config(*overrides: str, file: str | PathLike | None = None) -> Config:
     """The configuration in `file`, with `key=value` overrides applied, and checked.
 
-    Without `file` it is the packaged conf/config.yaml, as in `load_config("model=test", "mesh.dp=2", "mesh.mp=4")`.
+    Without `file` it is the packaged conf/base.yaml, as in `load_config("model=test", "mesh.dp=2", "mesh.mp=4")`.
     Raises UserError if there is no such file, key or group, a type is wrong, a number is out of range, or sizes do not
     divide.
     """
     for item in overrides:
         if not isinstance(item, str):
             raise UserError(f"load_config takes key=value texts, not {shown(item)}; give a list as load_config(*list)")
-    return compose.load(compose.CONF / "config.yaml" if file is None else file, list(overrides), derive_model)
+    return compose.load(compose.CONF / "base.yaml" if file is None else file, list(overrides), derive_model)
 
 
 @dataclass(frozen=True)

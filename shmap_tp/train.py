@@ -15,9 +15,9 @@ from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
 
 EPILOG = """\
 examples
-  {command} --cfg conf/first.yaml                                   train a small model on this machine
-  {command} --cfg conf/first.yaml train.steps=900 --resume          continue from its newest checkpoint
-  {command} --cfg conf/first.yaml mesh.dp=8 mesh.mp=1 --resume      the same on another mesh shape
+  {command} --cfg conf/config.yaml                                  train a small model on this machine
+  {command} --cfg conf/config.yaml train.steps=900 --resume         continue from its newest checkpoint
+  {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --resume     the same on another mesh shape
   {command} --cfg conf/recipes/gpt2_124m_1gpu.yaml                  train GPT-2 124M on a GPU, by a recipe
   {command} --cfg conf/config.yaml mesh.dp=8 mesh.mp=1 --check      check the configuration, and train nothing
   {command} --cfg conf/recipes/6_9b_v3-32.yaml --check --type v3-32   check a run for a TPU slice before it is rented
@@ -39,7 +39,7 @@ key=value
 {models}
   data=NAME             a data source of conf/data/: {data}
   train.steps, train.batch, train.microbatches, optimizer.learning_rate, run.name, ...
-                        all keys are in conf/config.yaml and explained in shmap_tp/config/schema.py
+                        all keys are in conf/base.yaml and explained in shmap_tp/config/schema.py
 
 exit codes
   0   finished, or with --check: the configuration is valid

@@ -1,8 +1,8 @@
 """Verify that this machine trains reproducibly, and that its checkpoints are intact.
 
-    python -m shmap_tp.verify resume --cfg conf/config.yaml --onto 8,1 [--steps 3] [key=value ...]
+    python -m shmap_tp.verify resume --cfg conf/base.yaml --onto 8,1 [--steps 3] [key=value ...]
         train, save, resume on the same mesh and on another, and compare both with the uninterrupted run
-    python -m shmap_tp.verify replicas --cfg conf/config.yaml [--steps 3] [key=value ...]
+    python -m shmap_tp.verify replicas --cfg conf/base.yaml [--steps 3] [key=value ...]
         restore the newest checkpoint, or start a new run; train, and compare all replicas of every array at each step
     python -m shmap_tp.verify checkpoint DIRECTORY
         list the damaged, missing and added files of every checkpoint in it
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     for name in ("resume", "replicas"):
         command = commands.add_parser(name)
         command.add_argument(
-            "--cfg", metavar="FILE", required=True, help=as_installed("configuration, such as conf/config.yaml")
+            "--cfg", metavar="FILE", required=True, help=as_installed("configuration, such as conf/base.yaml")
         )
         steps = (
             "steps to train before and after the resume (default 3)"

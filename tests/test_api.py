@@ -97,7 +97,7 @@ def test_a_process_can_use_several_meshes_of_up_to_eight_devices_or_of_the_first
         from shmap_tp.config.compose import CONF, load
         from shmap_tp.training.environment import make_mesh
         for dp, mp in {shapes}:
-            config = load(str(CONF / "config.yaml"), ["model=test", f"mesh.dp={{dp}}", f"mesh.mp={{mp}}"])
+            config = load(str(CONF / "base.yaml"), ["model=test", f"mesh.dp={{dp}}", f"mesh.mp={{mp}}"])
             print(tuple(make_mesh(config).shape.values()))
         """
     )

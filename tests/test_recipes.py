@@ -25,7 +25,7 @@ train.steps train.batch train.microbatches optimizer.learning_rate optimizer.fin
 optimizer.weight_decay optimizer.clip_norm evaluate.every evaluate.batches sample.every
 sample.prompts checkpoint.every checkpoint.keep
 """
-"""What a recipe states itself, because the values of conf/config.yaml are those of a byte-level model."""
+"""What a recipe states itself, because the values of conf/base.yaml are those of a byte-level model."""
 
 RECIPES = recipes()
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

@@ -4,7 +4,7 @@
 
 The run directory of docs/loss.png was made by
 
-    python main.py --cfg conf/first.yaml
+    python main.py --cfg conf/config.yaml
     python main.py --cfg runs/first/config.yaml mesh.dp=8 mesh.mp=1 train.steps=900 --resume
     python main.py --cfg runs/first/config.yaml mesh.dp=1 mesh.mp=8 train.steps=1200 --resume
 """

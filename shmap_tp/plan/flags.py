@@ -45,7 +45,7 @@ def add_mesh_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int, microbatches: int) -> Config:
-    """The file of --cfg, or else conf/config.yaml, with the flags applied.
+    """The file of --cfg, or else conf/base.yaml, with the flags applied.
 
     Without --cfg, defaults where flags are missing: this model, `microbatches` microbatches of `sequences` sequences on
     each dp rank, sequence parallelism, ZeRO-1, and joined documents, as in published figures.  With --cfg, its own
@@ -76,7 +76,7 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
     settings += [f"model.context={arguments.context}"] if arguments.context is not None else []
     directory = vars(arguments).get("from_pretrained")
     settings += [f"model.from_pretrained={quoted(directory)}"] if directory else []
-    return resolve_auto(load(str(CONF / "config.yaml"), settings + arguments.overrides, derive_model))
+    return resolve_auto(load(str(CONF / "base.yaml"), settings + arguments.overrides, derive_model))
 
 
 def plannable(config: Config) -> Config:

@@ -54,7 +54,7 @@ def inspect(name: str) -> str:
 
 def _config(name: str) -> Config:
     overrides = ["model=pretrained", f"model.from_pretrained={compose.quoted(name)}", "mesh.dp=1", "mesh.mp=1"]
-    return compose.load(compose.CONF / "config.yaml", overrides, derive_model)
+    return compose.load(compose.CONF / "base.yaml", overrides, derive_model)
 
 
 def _fitting_mp(config: Config) -> tuple[list[int], str | None]:

@@ -287,10 +287,10 @@ def _differences(records: Sequence[RunRecord]) -> list[Html]:
 
 
 def nearest_packaged(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(name, values) of the packaged configuration, of the default and the recipes of the same model, from which
-    `values` differ least."""
+    """(name, values) of the packaged configuration from which `values` differ least: the first run, the defaults, or a
+    recipe of the same model."""
     found = {}
-    for file in [CONF / "config.yaml", *sorted((CONF / "recipes").glob("*.yaml"))]:
+    for file in [CONF / "config.yaml", CONF / "base.yaml", *sorted((CONF / "recipes").glob("*.yaml"))]:
         if file.parent == CONF or f"model: {values['model.name']}\n" in file.read_text():
             sections = to_dict(load(file, []))
             found[f"conf/{file.relative_to(CONF)}"] = {

@@ -56,7 +56,7 @@ def check_row(row: dict, *overrides: str) -> None:
     for name, kind in CONTRACT.items():
         assert isinstance(row[name], kind) or row[name] is None, (name, row[name])
     overrides = ("mesh.mp=1", "mesh.dp=1", f"model.attention={row['attention']}", *overrides)
-    model = load(str(CONF / "config.yaml"), ["model=test", *overrides]).model
+    model = load(str(CONF / "base.yaml"), ["model=test", *overrides]).model
     assert (row["model"], row["context"]) == ("test", model.context) and row["params"] == parameters(model)
     assert row["dp"] * row["mp"] == row["devices"]
     assert row["global_batch"] % (row["dp"] * row["microbatches"]) == 0

@@ -89,7 +89,7 @@ def test_without_a_compiler_the_formulas_rank_and_it_is_said_once(without_compil
     assert printed.count("the compiler is not installed: candidates are ranked by formulas only") == 1
     assert "  formulas  " in printed and "  compiled  " not in printed
     assert "fastest (formulas): (" in printed and "by formulas only: on models that were left out" in printed
-    chosen = load("conf/config.yaml", words_of(printed))
+    chosen = load("conf/base.yaml", words_of(printed))
     assert load(str(tmp_path / "fastest.yaml"), []) == chosen
     assert chosen.train.batch == 16 and chosen.mesh.dp * chosen.mesh.mp == 4
 
@@ -107,7 +107,7 @@ def test_what_is_given_as_a_key_or_a_flag_is_kept(without_compiler, capsys):
     plan(f"search --version v5e --devices 4 --model test --context 32 {keys}")
     printed = capsys.readouterr().out
     words = words_of(printed)
-    chosen = load("conf/config.yaml", words)
+    chosen = load("conf/base.yaml", words)
     assert "8 sequences of 32 = 256 tokens a step" in printed
     assert (chosen.train.batch, chosen.mesh.mp, chosen.model.context) == (8, 2, 32)
     assert (chosen.model.remat, chosen.train.precision) == ("full", "bfloat16")
@@ -127,7 +127,7 @@ def test_gpu_nodes_of_one_kind_and_of_several_are_searched(without_compiler, cap
     plan(f"search --version h100 --nodes 1 --model test --batch 16 {FEW}")
     printed = capsys.readouterr().out
     assert "test on 1 x 8 NVIDIA H100 80GB HBM3: 16 sequences" in printed
-    assert load("conf/config.yaml", words_of(printed)).mesh.processes == 1
+    assert load("conf/base.yaml", words_of(printed)).mesh.processes == 1
     plan(f"search --version h100,b200 --nodes 1 --model test --batch 16 train.microbatches=1 {FEW}")
     names = [line.split(":")[0] for line in summary_of(capsys.readouterr().out)[::2]]
     assert names == ["  1 x 8 NVIDIA H100 80GB HBM3", "  1 x 8 NVIDIA B200"]
@@ -306,7 +306,7 @@ def test_after_a_near_miss_the_formulas_give_an_answer_that_is_marked_so(compile
     printed = capsys.readouterr().out
     assert "nothing that was compiled fits; by formulas others do, of which this is the fastest" in printed
     assert "fastest (formulas): (4, 1)" in printed and "by formulas only: on models that were left out" in printed
-    assert load(str(recipe), []) == load("conf/config.yaml", words_of(printed))
+    assert load(str(recipe), []) == load("conf/base.yaml", words_of(printed))
     assert ", formulas: python" in recipe.read_text().splitlines()[0]
 
 

@@ -40,7 +40,7 @@ def test_a_file_of_the_users_own_has_its_own_command(tmp_path):
     (tmp_path / "data/mine.yaml").write_text(
         f"name: mine\ndir: {tmp_path}/tokens\ncache: c\nsource: --text {tmp_path}/my.txt --validation 0.3\n"
     )
-    text = (CONF / "config.yaml").read_text().replace("- data: stdlib", "- data: mine")
+    text = (CONF / "base.yaml").read_text().replace("- data: stdlib", "- data: mine")
     (tmp_path / "own.yaml").write_text(text)
     (tmp_path / "my.txt").write_text("some text " * 100)
     config = load(str(tmp_path / "own.yaml"), [])

@@ -29,7 +29,7 @@ from shmap_tp.plan.targets import find_target
 from tests.helpers.documents import DOCUMENTS, blocks, name_of
 from tests.helpers.paths import ROOT
 
-FIRST = "conf/config.yaml"
+FIRST = "conf/base.yaml"
 
 
 class NotChecked(Exception):
@@ -138,7 +138,7 @@ def check_training(words: list[str]) -> Config:
     """The configuration that the arguments of `main.py` describe, validated."""
     arguments = train._parser("python main.py").parse_intermixed_args(words)
     models = [word for word in words if re.match("model.from_pretrained=(runs/|DIR$)", word)]
-    cfg = {None: FIRST, "runs/first/config.yaml": "conf/first.yaml"}.get(arguments.cfg, arguments.cfg)
+    cfg = {None: FIRST, "runs/first/config.yaml": "conf/config.yaml"}.get(arguments.cfg, arguments.cfg)
     if cfg.startswith(("runs/", "conf/finetune_")) or models:
         raise NotChecked("it needs what an earlier command writes, a directory of the user's, or a model of the hub")
     overrides = ["checkpoint.resume=must"] if arguments.resume else []

@@ -11,7 +11,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.errors import UserError
 
-FIRST = str(CONF / "config.yaml")
+FIRST = str(CONF / "base.yaml")
 
 
 def refusal(action: Callable[..., object], *arguments: object) -> str:
@@ -31,7 +31,7 @@ def error_message(file: str | Path, *overrides: str) -> str:
 
 @cache
 def composed() -> Config:
-    """conf/config.yaml, which Hydra composes in a tenth of a second."""
+    """conf/base.yaml, which Hydra composes in a tenth of a second."""
     return load(FIRST, [])
 
 
@@ -42,13 +42,13 @@ def plain() -> DictConfig:
 
 
 def wrong_value(*overrides: str) -> str:
-    """As `error_message` of conf/config.yaml, without Hydra: for what the schema refuses.  A third of the time."""
+    """As `error_message` of conf/base.yaml, without Hydra: for what the schema refuses.  A third of the time."""
     values = OmegaConf.merge(plain(), OmegaConf.from_dotlist(list(overrides)))
     return refusal(lambda: validate(from_values(values, FIRST, overrides)))
 
 
 def with_values(*overrides: str) -> Config:
-    """conf/config.yaml with values of the types of their keys, without Hydra and without validation.  Takes 5 ms."""
+    """conf/base.yaml with values of the types of their keys, without Hydra and without validation.  Takes 5 ms."""
     return OmegaConf.to_object(
         OmegaConf.merge(OmegaConf.structured(composed()), OmegaConf.from_dotlist(list(overrides)))
     )

@@ -15,7 +15,7 @@ from shmap_tp.config.values import RULES, SECTIONS
 from shmap_tp.config.yaml_files import saved_value
 from shmap_tp.errors import ShmapTpError, printable
 
-BASE = (CONF / "config.yaml").read_text()
+BASE = (CONF / "base.yaml").read_text()
 KEYS = [*RULES]
 FRAGMENTS = [
     "", " ", "\n", "\t", "\x00", "\r\n", "\u2028", "ü", "٣", "日本", "\\", "'", '"', "#", "%", "@", "`", "!", "&a ",
@@ -73,7 +73,7 @@ def outcome(seed: int, directory: Path) -> str:
     elif kind == "overrides":
         file.write_text(BASE)
     else:
-        file.write_text(to_yaml(load(CONF / "config.yaml", [])))
+        file.write_text(to_yaml(load(CONF / "base.yaml", [])))
         content = damaged(file.read_text(), random_).encode(errors="surrogateescape")
         file.write_bytes(content if random_.random() < 0.8 else bytes(b ^ 1 << random_.randrange(8) for b in content))
         saved_value(file, "checkpoint.dir")

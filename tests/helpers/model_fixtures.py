@@ -27,7 +27,7 @@ MODEL = (
 
 
 def config(*overrides: str) -> Config:
-    """conf/config.yaml with the small model and `overrides`, each with its full key, such as `model.layers=3`.
+    """conf/base.yaml with the small model and `overrides`, each with its full key, such as `model.layers=3`.
 
     Hydra composes the files once for each choice of them, in some tenths of a second; the keys are set in the result.
     So a key that another one follows (run.name: run.dir, checkpoint.dir) and messages about bad input need `load`.
@@ -43,7 +43,7 @@ def config(*overrides: str) -> Config:
 def _composed(*files: str) -> DictConfig:
     model = [f"model.{setting}" for setting in MODEL.split()]
     overrides = ["model=test", *model, "train.batch=8", *files]
-    return OmegaConf.structured(compose.load(str(compose.CONF / "config.yaml"), overrides))
+    return OmegaConf.structured(compose.load(str(compose.CONF / "base.yaml"), overrides))
 
 
 def mesh_config(dp: int, mp: int, **others: Any) -> MeshConfig:

@@ -37,7 +37,7 @@ from shmap_tp.training.step import CONFIGURED, Components, State, StepFunctions,
 from tests.helpers.compiling import quick_environment
 
 ROOT = Path(__file__).parents[2]
-FIRST = str(CONF / "config.yaml")
+FIRST = str(CONF / "base.yaml")
 CONTEXT, VOCABULARY, BATCH = 16, 64, 8
 STEPS = 8
 """Steps of the tiny run, which evaluates at 4 and 8 and saves at 2, 4, 6 and 8."""
@@ -80,7 +80,7 @@ def complete_meta(directory: Path, **changes: Any) -> None:
 
 
 def overrides(directory: Path, *more: str) -> list[str]:
-    """Overrides of conf/config.yaml for the tiny run in `directory`/run on the tokens in `directory`/data.
+    """Overrides of conf/base.yaml for the tiny run in `directory`/run on the tokens in `directory`/data.
 
     The tokens are written if they do not exist.
     """

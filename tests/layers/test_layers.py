@@ -140,7 +140,7 @@ def test_epsilon_of_a_norm_is_the_usual_one_unless_it_is_given():
 def test_scaled_rates_of_llama_3_1_follow_their_wavelengths():
     """29 of 64 pairs have wavelengths below 8192 / 4 positions, and 29 above 8192."""
     model = load(
-        str(CONF / "config.yaml"),
+        str(CONF / "base.yaml"),
         ["model=llama3_8b", "model.rotary_base=5e5", "model.rotary_scaling=llama3", "mesh.mp=1", "mesh.dp=1"],
     ).model
     scaled, rates = make_rotation(model).rates(128), Rotation(5e5).rates(128)

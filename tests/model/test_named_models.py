@@ -67,7 +67,7 @@ OURS = {"name", "vocabulary_multiple", "context", "remat", "offload", "attention
 def test_a_named_model_is_the_published_one(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     derived = derive_model({"from_pretrained": str(tmp_path)})
-    model = load(CONF / "config.yaml", [f"model={name}", "mesh.mp=1"]).model
+    model = load(CONF / "base.yaml", [f"model={name}", "mesh.mp=1"]).model
     wrong = {key: (value, getattr(model, key)) for key, value in derived.items() if key not in OURS}
     assert {key: pair for key, pair in wrong.items() if pair[0] != pair[1]} == {}
     assert wrong.keys() >= {"width", "layers", "heads", "ffn", "vocabulary", "norm", "mlp", "positions"}

@@ -131,7 +131,7 @@ def test_compiled_collectives_are_as_traced_and_memory_is_the_compiler_s(version
     if version == "a100" and zero == "none":
         pytest.skip("one program of A100 is enough")
     given = [f"mesh.dp={dp}", f"mesh.mp={mp}", f"mesh.zero={zero}", f"mesh.tensor_parallel={mode}", "train.batch=16"]
-    config = load(CONF / "config.yaml", ["model=test", "train.microbatches=1", *given])
+    config = load(CONF / "base.yaml", ["model=test", "train.microbatches=1", *given])
     found = predict(config, find_nodes(version, 8))
     assert found.row.fits and 0 < found.row.peak_bytes_per_device < GIB and found.row.step_seconds > 0
     sizes = {DP: int(dp), MP: int(mp)}
@@ -141,6 +141,6 @@ def test_compiled_collectives_are_as_traced_and_memory_is_the_compiler_s(version
 @pytest.mark.skipif(not is_installed(), reason="needs XLA for CUDA: pip install -e '.[plan-gpu]'")
 def test_a_program_that_does_not_fit_is_said_not_to_fit(monkeypatch):
     monkeypatch.setenv(gpu.POOL, "0.0001")
-    config = load(CONF / "config.yaml", ["model=test", "train.batch=16", "mesh.dp=8", "mesh.mp=1"])
+    config = load(CONF / "base.yaml", ["model=test", "train.batch=16", "mesh.dp=8", "mesh.mp=1"])
     row = predict(config, find_nodes("h100", 8)).row
     assert not row.fits and row.step_seconds is None and row.peak_bytes_per_device > row.limit_bytes_per_device

@@ -25,7 +25,7 @@ from tests.helpers.model_fixtures import mesh_of
 @cache
 def of_test() -> DictConfig:
     settings = ["model=test", "mesh.dp=2", "mesh.mp=4", "train.batch=8", "train.microbatches=2"]
-    return OmegaConf.structured(load(str(CONF / "config.yaml"), settings))
+    return OmegaConf.structured(load(str(CONF / "base.yaml"), settings))
 
 
 def config(*overrides: str) -> Config:

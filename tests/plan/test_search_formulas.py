@@ -130,7 +130,7 @@ def test_experts_take_longer_the_fewer_rows_each_has():
 
     def matmuls(model: str, microbatches: int) -> float:
         given = f"model={model}", "train.batch=64", "mesh.dp=4", f"train.microbatches={microbatches}"
-        return estimate(load(str(CONF / "config.yaml"), [*given, "mesh.mp=1"]), target).time_terms["matmuls"]
+        return estimate(load(str(CONF / "base.yaml"), [*given, "mesh.mp=1"]), target).time_terms["matmuls"]
 
     assert matmuls("mixtral_8x7b", 16) > 1.05 * matmuls("mixtral_8x7b", 1)
     assert matmuls("llama3_8b", 16) == matmuls("llama3_8b", 1)
@@ -177,5 +177,5 @@ def test_steps_that_send_tokens_to_experts_take_what_the_compiled_ones_take_with
     """Qwen3-30B-A3B, 2,097,152 tokens a step, capacity 1.25 (benchmarks/results/observed.jsonl)."""
     given = "model=qwen3_30b_a3b train.batch=512 model.expert_capacity=1.25 mesh.mp=1 mesh.tensor_parallel=all_reduce"
     words = [*given.split(), "data.documents=joined", "mesh.processes=1", *settings.split()]
-    found = estimate(load(str(CONF / "config.yaml"), words), find_target(version, devices, None, 1))
+    found = estimate(load(str(CONF / "base.yaml"), words), find_target(version, devices, None, 1))
     assert found.seconds == pytest.approx(compiled, rel=0.25)

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 def test_the_first_run_goes_on_on_other_meshes_and_transformers_writes_its_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = ["optimizer.warmup_steps=5", "evaluate.every=0", "checkpoint.every=0", "sample.prompts=[]"]
-    assert train.main(["--cfg", str(ROOT / "conf/first.yaml"), "train.steps=30", *few]) == 0
+    assert train.main(["--cfg", str(ROOT / "conf/config.yaml"), "train.steps=30", *few]) == 0
     for steps, (dp, mp) in {31: (8, 1), 32: (1, 8)}.items():
         on = [f"mesh.dp={dp}", f"mesh.mp={mp}", f"train.steps={steps}", "--resume"]
         assert train.main(["--cfg", "runs/first/config.yaml", *on]) == 0

@@ -42,7 +42,7 @@ STEPS = {
         f"else git clone https://h/r.git ~/shmap_tp; fi && {HOST} prepare'"
     ],
     "run p --zone z -- model=6_9b mesh.mp=8": [
-        f"tpu-vm ssh p --worker=all '--command={HOST} start --cfg conf/config.yaml model=6_9b mesh.mp=8' --zone=z"
+        f"tpu-vm ssh p --worker=all '--command={HOST} start --cfg conf/base.yaml model=6_9b mesh.mp=8' --zone=z"
     ],
     "run p --slices 2 -- --cfg conf/recipes/2_8b_v2-32.yaml --resume": [
         f"tpu-vm ssh p-{i} --worker=all '--command={HOST} start --cfg conf/recipes/2_8b_v2-32.yaml --resume'"
@@ -88,7 +88,7 @@ def test_arguments_reach_main_py_unchanged(cloud):
     received = subprocess.run(
         ["bash", "-c", command.removeprefix("--command=").replace(HOST, "printf '%s\\n'")], capture_output=True
     )
-    assert received.stdout.decode().splitlines() == ["start", "--cfg", "conf/config.yaml", *given]
+    assert received.stdout.decode().splitlines() == ["start", "--cfg", "conf/base.yaml", *given]
 
 
 MISTAKES = {

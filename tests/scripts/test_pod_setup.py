@@ -39,7 +39,7 @@ def test_nothing_is_rented_and_no_command_is_printed_unchecked_unless_that_is_as
 def clone(tmp_path) -> Path:
     """An unpacked archive of a project: a few files, some of them private, and links to files outside of it."""
     clone, outside = tmp_path / "clone", tmp_path / "outside"
-    names = ["main.py", "conf/config.yaml", ".env", ".ssh/id", "conf/.env", "shmap_tp/__pycache__/x.pyc", "mine.yaml"]
+    names = ["main.py", "conf/base.yaml", ".env", ".ssh/id", "conf/.env", "shmap_tp/__pycache__/x.pyc", "mine.yaml"]
     for name in names:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         (clone / name).write_text("here")
@@ -70,10 +70,10 @@ def test_setup_copies_the_tracked_files_as_they_are_now(cloud, clone):
     (clone / "conf" / "tracked_link.yaml").symlink_to("/etc/hostname")
     (clone / "deleted.py").touch()
     git(clone, "init")
-    git(clone, "add", "main.py", "deleted.py", "conf/config.yaml", "conf/tracked_link.yaml", "scripts")
+    git(clone, "add", "main.py", "deleted.py", "conf/base.yaml", "conf/tracked_link.yaml", "scripts")
     (clone / "main.py").write_text("changed")
     (clone / "deleted.py").unlink()
-    assert copied(cloud, clone) == {"main.py", "conf/config.yaml", "conf/tracked_link.yaml"}
+    assert copied(cloud, clone) == {"main.py", "conf/base.yaml", "conf/tracked_link.yaml"}
     with tarfile.open(cloud.directory / "p:shmap_tp.tar.gz") as archive:
         assert archive.extractfile("main.py").read() == b"changed"
         assert archive.getmember("conf/tracked_link.yaml").issym()
@@ -96,7 +96,7 @@ def test_setup_without_git_copies_the_projects_files_but_nothing_hidden_and_no_l
     victim.write_text("precious")
     (cloud.directory / "shmap_tp-p.tar.gz").symlink_to(victim)
     before = {file.name for file in cloud.directory.iterdir()}
-    assert copied(cloud, clone) == {"main.py", "conf/config.yaml"}
+    assert copied(cloud, clone) == {"main.py", "conf/base.yaml"}
     assert (cloud.directory / "mode").read_text() == "0o700" and victim.read_text() == "precious"
     made = {file.name for file in cloud.directory.iterdir()} - before
     assert made == {"calls", "mode", "p:shmap_tp.tar.gz"}, "everything else in the temporary directory was deleted"

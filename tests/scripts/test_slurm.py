@@ -49,7 +49,7 @@ def test_only_a_job_that_stopped_and_saved_is_requeued(clone, code):
     job = submit(clone, "model=6_9b", "run.name=it's big")
     end(clone, job, code)
     assert job.returncode == code
-    srun = ["srun", "--kill-on-bad-exit=0", "--wait=600", ".venv/bin/python", "main.py", "--cfg", "conf/config.yaml"]
+    srun = ["srun", "--kill-on-bad-exit=0", "--wait=600", ".venv/bin/python", "main.py", "--cfg", "conf/base.yaml"]
     given = ["model=6_9b", "run.name=it's big", "checkpoint.resume=if_present", "mesh.processes=16"]
     requeued = ["scontrol", "requeue", "7"] if code == 75 else []
     assert (clone / "calls").read_text().splitlines() == [*srun, *given, *requeued]

@@ -239,7 +239,7 @@ def base_config(arguments: argparse.Namespace, target: Target) -> Config:
         "mesh.processes=1",
     ]
     words += ["mesh.zero=none", "mesh.fsdp_gradients=reduce_scatter", "train.microbatches=1", "model.offload=[]"]
-    return plannable(resolve_auto(load(file if arguments.cfg else str(CONF / "config.yaml"), words, derive_model)))
+    return plannable(resolve_auto(load(file if arguments.cfg else str(CONF / "base.yaml"), words, derive_model)))
 
 
 def base_words(arguments: argparse.Namespace) -> list[str]:
@@ -251,7 +251,7 @@ def base_words(arguments: argparse.Namespace) -> list[str]:
         words = ["model=pretrained", f"model.from_pretrained={quoted(arguments.from_pretrained)}"]
     else:
         words = [f"model={arguments.model or '6_9b'}", "data.documents=joined"]
-    return ["--cfg", as_installed("conf/config.yaml"), *words, *free]
+    return ["--cfg", as_installed("conf/base.yaml"), *words, *free]
 
 
 def given_keys(arguments: argparse.Namespace) -> dict[str, str]:

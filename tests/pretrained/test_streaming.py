@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import shmap_tp
 from shmap_tp.config.compose import to_dict
@@ -34,8 +36,9 @@ def saved(directory: Path, *overrides: str) -> Path:
     config = shmap_tp.load_config(*overrides, f"checkpoint.dir={directory}", file=ROOT / "conf" / "finetune.yaml")
     model = shmap_tp.Model.initialize(config)
     with checkpoint.Checkpoints(config.checkpoint, print) as checkpoints:
-        state = State(model.parameters, (), initial_bad_step_state(), jnp.ones((), jnp.int32))
-        checkpoints.save(1, state, {"config": to_dict(config)})
+        mesh = jax.tree.leaves(model.parameters)[0].sharding.mesh
+        rest = jax.device_put((initial_bad_step_state(), jnp.ones((), jnp.int32)), NamedSharding(mesh, P()))
+        checkpoints.save(1, State(model.parameters, (), *rest), {"config": to_dict(config)})
     return directory
 
 

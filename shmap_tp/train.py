@@ -11,7 +11,7 @@ from typing import NoReturn
 from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.runtime.command_line import outlive_readers
 from shmap_tp.runtime.console import print_error
-from shmap_tp.runtime.exit_codes import INTERRUPTED, STOPPED, stop_at_signals
+from shmap_tp.runtime.exit_codes import INTERRUPTED, stop_at_signals
 
 EPILOG = """\
 examples
@@ -115,8 +115,8 @@ def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> N
         )
     for number in (signal.SIGTERM, signal.SIGINT):  # all is saved; the interpreter may still wait for threads
         signal.signal(number, lambda *_: os._exit(code))
-    if code in (STOPPED, INTERRUPTED) and not sys.modules["jax"].distributed.is_initialized():
-        # All files are closed, but programs that still run on the devices could crash the interpreter at its exit.
+    if code and "jax" in sys.modules and not sys.modules["jax"].distributed.is_initialized():
+        # All files are closed, but what still runs or compiles could crash the interpreter at its exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

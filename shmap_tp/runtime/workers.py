@@ -40,7 +40,11 @@ def interruptible(call: Callable[[], T]) -> T:
     It runs in a thread of its own, since Orbax takes any exception for an error of what it reads, and goes on after
     some: a Ctrl-C had no effect.
     """
-    answer = in_background(call)
+    return result_of(in_background(call))
+
+
+def result_of(answer: Future[T]) -> T:
+    """The result of a call in the background, or its error; an interrupt of this thread is raised."""
     try:
         while not answer.done():
             wait([answer], 0.1)  # a signal may have reached another thread, and this one handles it

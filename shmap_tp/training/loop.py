@@ -19,6 +19,7 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.shutdown import StopRequest
+from shmap_tp.runtime.workers import in_background, result_of
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.goodput import Profile, TimeCategory
@@ -44,9 +45,11 @@ def train(
     computations of a microbatch, differ.
     """
     with StopRequest() as stop, open_run(config, stop, coordinator, components, make_sampler) as run:
-        state, saved_step = run.restore_or_initialize()
+        start = run.find_start()
+        compiling = in_background(lambda: run.compile(run.functions.step))  # while the state is read or made
+        state, saved_step = run.restore_or_initialize(start), start[0] if start else None
         run.begin(saved_step or 0)
-        compiled_step = run.compile(run.functions.step)
+        compiled_step = result_of(compiling)
         stop.begin_training()
         return _train_from(run, compiled_step, state, saved_step)
     print(STOPPED_EARLY[1])

@@ -44,27 +44,22 @@ BASE = "base"
 """The fact that a checkpoint without frozen parameters has besides: what these are."""
 FROM = "model.from_pretrained"
 
+Start = tuple[int, dict[str, Any]]
+"""The step and the facts of the checkpoint that a run continues from."""
+
 TOKENIZER_HASH = "data.dir (sha256 of tokenizer.json)"
 DATA_ORDER = "the data order"
 
 
-def restore_or_initialize(
-    config: Config,
-    functions: StepFunctions,
-    batches: Batches,
-    checkpoints: Checkpoints,
-    components: Components = CONFIGURED,
-    base: dict[str, str] | None = None,
-) -> tuple[State, int | None]:
-    """(state, step) of the newest intact checkpoint, or (new state, None), as `checkpoint.resume` says.
-
-    A new state has the parameters of `components.load_parameters`, if it is given, instead of random ones; so have the
-    frozen parameters that a checkpoint leaves out, if `base` says that they are the same.
+def find_start(
+    config: Config, batches: Batches, checkpoints: Checkpoints, components: Components = CONFIGURED
+) -> Start | None:
+    """The newest intact checkpoint, or None for a new state, as `checkpoint.resume` says.
 
     Raises `UserError` if there is a checkpoint but resuming was not requested, if resuming was requested but nothing
     can be resumed, or if the checkpoint is of a run with another model, components or data order.
     """
-    directory, resume, load_parameters = config.checkpoint.dir, config.checkpoint.resume, components.load_parameters
+    directory, resume = config.checkpoint.dir, config.checkpoint.resume
     steps = checkpoints.steps()
     if resume == Resume.never and steps:
         raise UserError(
@@ -84,12 +79,32 @@ def restore_or_initialize(
                 f"no checkpoint in {directory} is intact (found: {', '.join(map(str, steps))}); restore one from a "
                 f"copy, or start another run with run.dir=..."
             )
-        checkpoints.set_aside_after(-1)
-        if load_parameters is None:
-            return functions.init(), None
-        return functions.init_from(load_parameters(config, functions.shapes.params)), None
+        return None
     facts = _facts(step, config, batches, checkpoints)
     require_components(facts, components, f"{directory}/{step}")
+    return step, facts
+
+
+def restore_or_initialize(
+    start: Start | None,
+    config: Config,
+    functions: StepFunctions,
+    checkpoints: Checkpoints,
+    components: Components = CONFIGURED,
+    base: dict[str, str] | None = None,
+) -> State:
+    """The state of the checkpoint that `find_start` has found, or a new one.
+
+    A new state has the parameters of `components.load_parameters`, if it is given, instead of random ones; so have the
+    frozen parameters that a checkpoint leaves out, if `base` says that they are the same.
+    """
+    load_parameters = components.load_parameters
+    if start is None:
+        checkpoints.set_aside_after(-1)
+        if load_parameters is None:
+            return functions.init()
+        return functions.init_from(load_parameters(config, functions.shapes.params))
+    step, facts = start
     state = _restore(step, config, functions, checkpoints, with_base=BASE not in facts)
     if BASE in facts:
         if load_parameters is None or base is None:
@@ -100,7 +115,7 @@ def restore_or_initialize(
         _, frozen = split_factors(load_parameters(config, functions.shapes.params))
         state = replace(state, params=eqx.combine(state.params, frozen))
     _announce(step, facts, config.checkpoint.dir)
-    return state, step
+    return state
 
 
 def _announce(step: int, facts: dict[str, Any], directory: str) -> None:

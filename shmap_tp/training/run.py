@@ -49,6 +49,8 @@ from shmap_tp.training.optimizer import describe_schedule
 from shmap_tp.training.replay import Replay
 from shmap_tp.training.resume import (
     BASE,
+    Start,
+    find_start,
     refuse_foreign_config,
     restore_or_initialize,
     without_base,
@@ -96,10 +98,14 @@ class Run:
     validation_bytes: dict[str, int] | None
     """UTF-8 bytes of the text of an evaluation of each source, on process 0; None where the tokenizer is not known."""
 
-    def restore_or_initialize(self) -> tuple[State, int | None]:
-        """(state, step) of the newest intact checkpoint, or (new state, None); see `resume`."""
-        given = self.config, self.functions, self.batches, self.checkpoints, self.components
-        return restore_or_initialize(*given, self._base)
+    def find_start(self) -> Start | None:
+        """The newest intact checkpoint, if the run continues from one; see `resume`."""
+        return find_start(self.config, self.batches, self.checkpoints, self.components)
+
+    def restore_or_initialize(self, start: Start | None) -> State:
+        """The state in that checkpoint, or a new one."""
+        given = self.config, self.functions, self.checkpoints, self.components
+        return restore_or_initialize(start, *given, self._base)
 
     def begin(self, first_step: int) -> None:
         """The run has started: write config.yaml and the tokenizer's files, open time.jsonl, print what is trained."""

@@ -45,8 +45,8 @@ class RunConfig:
     """Run directory, which holds config.yaml, metrics.jsonl, report.html and, by default, checkpoints/."""
     seed: int = key(least=0, below=2**32)
     """Seed of the initial parameters and of the data order."""
-    compilation_cache: str | None = key(schemes=())
-    """Directory where compiled programs are kept between runs; null disables the cache."""
+    compilation_cache: str | None = key(schemes=("gs",))
+    """Directory or gs:// path of compiled programs, written by process 0 and read by all; null disables the cache."""
     join_timeout_seconds: int = key(below=10**6)
     """How long a process waits at the start until all other processes have joined."""
     lost_timeout_seconds: int = key(least=5, below=10**6)

@@ -40,9 +40,9 @@ def prepare_environment(config: Config) -> None:
     """
     make_directory("run.dir", config.run.dir)
     prepare_missing(config.data)
-    if config.run.compilation_cache:
-        make_directory("run.compilation_cache", config.run.compilation_cache)
-        jax.config.update("jax_compilation_cache_dir", str(Path(config.run.compilation_cache).resolve()))
+    if cache := config.run.compilation_cache:
+        make_directory("run.compilation_cache", cache)
+        jax.config.update("jax_compilation_cache_dir", cache if "://" in cache else str(Path(cache).resolve()))
 
 
 def compute_dtype(precision: Precision) -> DTypeLike:

@@ -129,10 +129,10 @@ def test_a_directory_that_is_a_mistake_is_refused():
     assert message("run.name", "") == "run.name is empty; give it a value"
 
 
-def test_only_data_and_checkpoints_can_be_in_a_bucket():
+def test_only_data_checkpoints_and_compiled_programs_can_be_in_a_bucket():
     found = {key for key, schemes in SCHEMES.items() if schemes == ("gs",)}
     assert found == {key for key in SCHEMES if message(key, "gs://bucket/run") == "accepted"}
-    assert found == {"data.dir", "checkpoint.dir"}
+    assert found == {"data.dir", "checkpoint.dir", "run.compilation_cache"}
     assert "or gs://BUCKET/...; name another directory" in error_message(FIRST, "checkpoint.dir=s3://bucket/run")
 
 

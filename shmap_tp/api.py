@@ -379,7 +379,7 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     first dp x mp of those that there are, as after a `Trainer` in the same process.
     Raises UserError if the input cannot be used, and other errors of `shmap_tp.errors` as the command prints them.
     """
-    from shmap_tp.training import loop  # imports Matplotlib, which nothing else here needs
+    from shmap_tp.training import loop  # here, since nothing else of the library needs it
 
     components = with_pretrained(config, components_of(config, components))
     return loop.train(config, components=components, make_sampler=make_training_sampler) == 0

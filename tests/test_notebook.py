@@ -1,4 +1,4 @@
-"""The notebook runs from a fresh Python, as plain code, and is saved with what it shows."""
+"""The notebooks run from a fresh Python, as plain code; the first is saved with what it shows."""
 
 import json
 
@@ -32,6 +32,19 @@ def test_the_notebook_trains_and_prints_the_same_loss_on_two_meshes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     check_printed(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_notebook_for_a_tpu_runtime_trains_reports_and_writes_on_emulated_devices(tmp_path):
+    cells = json.loads((NOTEBOOK.parent / "tpu_runtime.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    stand_in = "import sys, types; sys.modules['IPython.display'] = types.SimpleNamespace(HTML=len)"
+    run = f"{stand_in}\nnamespace = {{}}\nfor cell in {sources!r}:\n    exec(cell, namespace)\n"
+    done = python(f"{run}assert namespace['finished']", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("8 cpu\n") and "step 12  validation loss" in done.stdout
+    assert "step 12 of 12" in done.stdout and "\ndef " in done.stdout
+    assert (tmp_path / "runs" / "tpu" / "report.html").is_file()
 
 
 def check_printed(text: str) -> None:

@@ -160,12 +160,14 @@ def data_warning(data: DataConfig, model: ModelConfig, meta: Meta, largest: int 
     """
     origin = model.from_pretrained
     own = Path(origin or "") / TOKENIZER
-    is_known = origin is not None and (meta.tokenizer_sha256 or meta.tokenizer == Bytes.name)
-    if is_known and file_size(own) is not None and not has_sha256(read_file(own), meta.tokenizer_sha256):
-        return (
-            f"warning: {data.dir} was tokenized with another tokenizer than {own} "
-            f"({meta.tokenizer}); prepare it with --tokenizer {origin}, if the model is to read it"
-        )
+    known = origin is not None and (meta.tokenizer_sha256 or meta.tokenizer == Bytes.name)
+    if known and file_size(own) is not None:
+        content, is_bytes = read_file(own), meta.tokenizer == Bytes.name
+        if not (content == Bytes().file_for_export() if is_bytes else has_sha256(content, meta.tokenizer_sha256)):
+            return (
+                f"warning: {data.dir} was tokenized with another tokenizer than {own} "
+                f"({meta.tokenizer}); prepare it with --tokenizer {origin}, if the model is to read it"
+            )
     vocabulary = meta.vocabulary or (largest or 0) + 1
     if vocabulary > 1 and model.vocabulary >= 2 * vocabulary:
         tokenizer = f", tokenizer {meta.tokenizer}" if meta.tokenizer else ""

@@ -158,13 +158,19 @@ def _in_words(record: RunRecord, name: str) -> str:
     if len(finite):
         places = {"": finite[0], "to ": finite[-1]}
         places |= {"lowest ": finite[finite[:, 1].argmin()], "highest ": finite[finite[:, 1].argmax()]}
-        found = ", ".join(f"{label}{value:,.4g} at step {step:,.0f}" for label, (step, value) in places.items()) + ". "
+        words = (f"{label}{_in_digits(value)} at step {step:,.0f}" for label, (step, value) in places.items())
+        found = ", ".join(words) + ". "
     if len(finite) < len(points):
         found += f"{len(points) - len(finite):,} of {len(points):,} values are not finite. "
     if name == LOSS and len(validation := record.series("validation/loss")):
         found += f"Validation {validation[-1, 1]:.4f} at step {validation[-1, 0]:,.0f}"
         found += "".join(f", {source} {loss:.4f}" for source, loss in record.sources.items()) + ". "
     return found
+
+
+def _in_digits(value: float) -> str:
+    """At least four digits, and all of those before the point."""
+    return f"{value:,.{max(4, len(f'{abs(value):.0f}'))}g}"
 
 
 def _is_drawn(record: RunRecord, name: str) -> bool:
@@ -191,7 +197,8 @@ def _draw(records: Sequence[RunRecord], name: str) -> str:
             look["linestyle"] = STYLES[number % len(STYLES)] if len(records) > 1 else "-"
             steps, means, low, high = thinned(points)
             axes.plot(steps, means, label=key if new else None, **look)
-            axes.fill_between(steps, low, high, color=look["color"], alpha=0.25, linewidth=0)
+            if len(records) == 1:
+                axes.fill_between(steps, low, high, color=look["color"], alpha=0.25, linewidth=0)
         _mark(axes, records, name)
         if name == "train/grad_norm":
             axes.set_yscale("log")
@@ -223,8 +230,8 @@ def _mark(axes: object, records: Sequence[RunRecord], name: str) -> None:
         if name == LOSS and len(points := record.series("validation/loss")):
             axes.plot(*points.T, "o", color=colour, markersize=3.5, label=None if number else "validation")
         if name in (LOSS, "train/grad_norm") and record.skipped:
-            steps, look = [step for step, _ in record.skipped], {"color": RED, "label": "skipped steps"}
-            axes.plot(steps, [0.02] * len(steps), "|", transform=axes.get_xaxis_transform(), **look)
+            steps, label = [step for step, _ in record.skipped], None if number else "skipped steps"
+            axes.plot(steps, [0.02] * len(steps), "|", color=RED, label=label, transform=axes.get_xaxis_transform())
         if len(records) == 1 and not name.startswith("validation"):
             for before, _ in pairwise(record.starts.values()):
                 axes.axvline(before.last + 0.5, color=INK, linewidth=0.7, linestyle=":")

@@ -13,6 +13,7 @@ import shmap_tp
 from shmap_tp.check import check
 from shmap_tp.data.batches import Batches, open_data
 from shmap_tp.data.text_directory import open_tokenizer
+from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from shmap_tp.pretrained.__main__ import main
 from shmap_tp.training.step import CONFIGURED, build_step_functions
@@ -61,11 +62,15 @@ def test_data_of_another_tokenizer_than_the_models_is_warned_of(work, tmp_path, 
         assert ("was tokenized with another tokenizer than" in capsys.readouterr().out) == (tokenizer != content)
 
 
-def test_a_check_warns_of_bytes_for_a_model_with_a_tokenizer_and_names_it_where_data_is_missing(work):
+def test_a_check_warns_of_bytes_for_a_model_with_a_tokenizer_and_names_it_where_data_is_missing(work, tmp_path):
     given = ["data.source=stdlib", f"model.from_pretrained={work / 'model'}", *RUN.split()]
     load = partial(shmap_tp.load_config, file=FINETUNE)
     said = check(load(*given, "data.dir=data/nowhere"), "", CONFIGURED)
     assert f"was tokenized with another tokenizer than {work / 'model'}/tokenizer.json (bytes)" in said
+    of_bytes = shutil.copytree(work / "model", tmp_path / "model")
+    (of_bytes / "tokenizer.json").write_bytes(Bytes().file_for_export())
+    given[1] = f"model.from_pretrained={of_bytes}"
+    assert "another tokenizer" not in check(load(*given, "data.dir=data/nowhere"), "", CONFIGURED)
     given = [f"model.from_pretrained={work / 'model'}", "data.dir=data/nowhere", *RUN.split()]
     command = f"python -m shmap_tp.prepare --text FILES --tokenizer {work / 'model'} --out data/nowhere"
     assert f"not prepared; {command}; --help lists" in check(load(*given), "", CONFIGURED)

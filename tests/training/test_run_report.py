@@ -159,11 +159,12 @@ def test_runs_side_by_side_have_a_curve_each_and_a_table_of_what_differs(tmp_pat
 
 
 def test_values_that_are_not_finite_and_skipped_steps_are_counted(tmp_path, figures):
-    steps = [{"loss": None, "why_skipped": "loss nan"}, {"loss": 2.0}, {"loss": 1.5}]
+    steps = [{"loss": None, "why_skipped": "loss nan"}, {"loss": 2.0, "tokens_per_second": 98765.4}, {"loss": 1.5}]
     shown = page(write_run(tmp_path / "run", steps, validation(3, None), validation(3, 1.25, source="code")))
     assert (
         "2 at step 2, to 1.5 at step 3, lowest 1.5 at step 3, highest 2 at step 2. 1 of 3 values are not" in shown.words
     )
+    assert "highest 98,765 at step 2" in shown.words
     assert "Validation nan at step 3, code 1.2500" in shown.words
     assert ["1", "loss nan"] in shown.rows() and {row[0]: row[1:] for row in shown.rows()}["skipped steps"] == ["1"]
     (marks,) = [line for line in figures[0].axes[0].lines if line.get_marker() == "|"]

@@ -157,9 +157,13 @@ def of_gradient(is_trained: Any, params: Any) -> Any:
     return jax.tree.map(of, is_trained, params)
 
 
-def gradient_of(dw: Any) -> Array:
-    """The gradient of a weight, which in the place of an `EightBit` is that of its array."""
-    return dw.weight if isinstance(dw, EightBit) else dw
+def gradients_of_arrays(gradients: Any) -> Any:
+    """The same, with that of its array in the place of each `EightBit`; None where it is frozen."""
+
+    def is_eight_bit(dw: Any) -> bool:
+        return isinstance(dw, EightBit)
+
+    return jax.tree.map(lambda dw: dw.weight if is_eight_bit(dw) else dw, gradients, is_leaf=is_eight_bit)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

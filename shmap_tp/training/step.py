@@ -33,7 +33,7 @@ from shmap_tp.model.loss import LossParts, Objective, all_tokens, next_token_obj
 from shmap_tp.model.sharded_model import ModelComponents, ShardedModel, shard_model
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
-from shmap_tp.parallel.eight_bit import gradient_of, in_eight_bits, of_gradient
+from shmap_tp.parallel.eight_bit import gradients_of_arrays, in_eight_bits, of_gradient
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import Role, axes_of, mesh_order, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
@@ -139,8 +139,8 @@ def loss_and_gradients(
         parts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_each)
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):
-        of_trained, _ = eqx.partition(placements, is_trained)
-        reduced = jax.tree.map(lambda placement, dw: placement.reduce_gradient(gradient_of(dw)), of_trained, gradients)
+        of_trained, gradients = eqx.partition(placements, is_trained)[0], gradients_of_arrays(gradients)
+        reduced = jax.tree.map(lambda placement, dw: placement.reduce_gradient(dw), of_trained, gradients)
         for axis in axes_of(Role.features):
             reduced = reduce_partial_gradients(axis, reduced, params)
         everywhere = mesh_order({*token_axes(), *axes_of(Role.features)})

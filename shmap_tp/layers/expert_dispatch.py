@@ -193,7 +193,7 @@ class Places(NamedTuple):
     """None: all are."""
 
     def of_pairs(self, pair_R: Int[Array, " R"]) -> "Places":
-        """Those of the pairs n C + c: each in one place."""
+        """The places of the pairs n C + c: each in one."""
         is_there = None if self.is_there_CN is None else self.is_there_CN.T.reshape(1, -1)
         return Places(pair_R, self.places_CN.T.reshape(1, -1), is_there)
 

@@ -124,7 +124,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
 
 
 def _delays(run: Run, step: int, is_delayed: bool) -> bool:
-    """Whether the save of `step` is put off, since the one before it is not finished; says so the first time."""
+    """Whether the save of `step` is delayed, since the one before it is not finished; says so the first time."""
     delays = run.checkpoints.delays(step, 0.0) if is_delayed else run.checkpoints.delays(step)
     if delays and not is_delayed:
         print_on_process_0(f"the checkpoint of step {step} is delayed until the one before it is written")

@@ -5,7 +5,7 @@
 
 E experts of F hidden units, of which each token chooses C; the MLP has C F.  The router's weights are random, so that
 loads are uneven as at the start of a training run.  Each round calls both once, in alternating order; the ratio is the
-median over rounds of experts : MLP, in wall seconds.
+median over rounds of experts : MLP, in seconds of the host's processors.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def timed(mesh: jax.sharding.Mesh, layer: object, call: Callable, x: jax.Array) -> Callable[[], float]:
-    """A function that returns the seconds of the layer and all of its gradients, compiled and warm."""
+    """A function that returns the processor seconds of the layer and all of its gradients, compiled and warm."""
     specs, rows = partition_specs(layer, dict(mesh.shape)), PartitionSpec(batch_axes(mesh.axis_names))
 
     def loss(layer: object, x: jax.Array) -> jax.Array:
@@ -97,9 +97,9 @@ def timed(mesh: jax.sharding.Mesh, layer: object, call: Callable, x: jax.Array) 
     jax.block_until_ready(run())
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         jax.block_until_ready(run())
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     return seconds
 

@@ -160,22 +160,10 @@ def test_a_window_that_ends_in_the_chunk_before_needs_the_keys_of_one_more_part_
     assert values(4, "model.window=18") == values(4, local[0], "model.layer_pattern=[local,global]") == values(4)
 
 
-@pytest.mark.parametrize(
-    ("version", "devices", "settings", "compiled"),
-    [
-        ("v6e", 64, "mesh.dp=64 mesh.ep=8 mesh.zero=fsdp train.microbatches=4 model.remat=full", 6.46),
-        ("v5p", 32, "mesh.dp=32 mesh.ep=8 mesh.zero=fsdp train.microbatches=4 model.remat=full", 11.90),
-        (
-            "v6e", 64, "mesh.dp=32 mesh.mp=2 mesh.ep=32 mesh.tensor_parallel=collective_matmul mesh.zero=zero1 "
-            "train.microbatches=16 model.remat=all_matmuls model.offload=[input]", 6.80,
-        ),
-    ],
-)  # fmt: skip
-def test_steps_that_send_tokens_to_experts_take_what_the_compiled_ones_take_within_a_quarter(
-    version, devices, settings, compiled
-):
-    """Qwen3-30B-A3B, 2,097,152 tokens a step, capacity 1.25 (benchmarks/results/observed.jsonl)."""
-    given = "model=qwen3_30b_a3b train.batch=512 model.expert_capacity=1.25 mesh.mp=1 mesh.tensor_parallel=all_reduce"
-    words = [*given.split(), "data.documents=joined", "mesh.processes=1", *settings.split()]
-    found = estimate(load(str(CONF / "base.yaml"), words), find_target(version, devices, None, 1))
-    assert found.seconds == pytest.approx(compiled, rel=0.25)
+@pytest.mark.parametrize(("microbatches", "compiled"), [(1, 3.92), (2, 5.19)])
+def test_steps_with_experts_take_what_the_compiled_ones_take_within_15_percent(microbatches, compiled):
+    """Qwen3-30B-A3B, 2,097,152 tokens a step, 64 v6e chips (benchmarks/results/observed.jsonl)."""
+    given = "model=qwen3_30b_a3b train.batch=512 mesh.dp=64 mesh.mp=1 mesh.tensor_parallel=all_reduce mesh.zero=fsdp"
+    words = [*given.split(), "model.remat=full", "data.documents=joined", f"train.microbatches={microbatches}"]
+    found = estimate(load(str(CONF / "base.yaml"), [*words, "mesh.processes=1"]), find_target("v6e", 64, None, 1))
+    assert found.seconds == pytest.approx(compiled, rel=0.15)

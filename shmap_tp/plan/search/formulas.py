@@ -245,10 +245,11 @@ def _attention_flops(model: ModelConfig) -> int | float:
 
 # Experts: what they cost beyond matmuls with as many FLOPs
 
-VALUES_OF_A_ROW = 4.6, 9.5
+VALUES_OF_A_ROW = 3.8, 5.5
 """How often each value of a row counts among the activations of a layer, where rows stay on their device and where they
-are sent to others: with the constant of `TIME` for activations 30 and 62 passes over memory.  Chosen so that the time
-of compiled steps of Qwen3-30B-A3B and OLMoE-1B-7B with ep 8 and 32 is met within a quarter; half where rows stay."""
+are sent to others: with the constant of `TIME` for activations 25 and 36 passes over memory, those of the compiled
+layer (docs/performance-notes.d/layers.md), and five gathers more where rows are sent, of which no step was compiled
+since rows move by gathers."""
 
 
 def row_values(model: ModelConfig, mesh: MeshConfig) -> float:

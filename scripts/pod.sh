@@ -29,6 +29,8 @@ options
   --version VERSION                    software of the VM; default: the one for the type
   --spot | --preemptible | --reserved  cheaper but preemptible | the older kind of that | from your reservation
   --queued                             wait in the queue for capacity instead of failing without it
+  --any 'TYPE TYPE ...'                train: in place of --type, the first of these that is given; needs mesh.dp=auto
+  --patience SECONDS                   train --any: how long a type is waited for before the next one is asked for (600)
   --slices N                           N slices of the type, queued, as one pod: NAME-0, NAME-1, ...
   --network NETWORK                    for example one with an MTU of 8896; default: the project's default network
   --poll SECONDS                       train: interval between two checks of the hosts (60)
@@ -67,11 +69,13 @@ name=${2:-}
 [[ $name =~ ^[a-z]([-a-z0-9]{0,60}[a-z0-9])?$ ]] || fail "$name: a name has lower-case letters, digits and - only"
 shift 2
 
-location=() type="" version="" tier="" queued="" slices=1 network="" dry="" unchecked="" follow="" seconds=300 poll=60 repository="" arguments=()
+location=() type="" version="" tier="" queued="" slices=1 network="" dry="" unchecked="" follow="" seconds=300 poll=60 patience=600 types=() repository="" arguments=()
 while [[ $# -gt 0 ]]; do
     case "$1" in
     --zone | --project) need "$1" $# && location+=("$1=$2") && shift ;;
     --type) need "$1" $# && type=$2 && shift ;;
+    --any) need "$1" $# && read -ra types <<<"$2" && shift ;;
+    --patience) need "$1" $# && patience=$2 && shift ;;
     --version) need "$1" $# && version=$2 && shift ;;
     --slices | --node-count) need "$1" $# && slices=$2 && shift ;;
     --network) need "$1" $# && network=$2 && shift ;;
@@ -97,9 +101,11 @@ while [[ $# -gt 0 ]]; do
 done
 [[ $slices =~ ^[1-9][0-9]*$ ]] || fail "--slices $slices: give a number of slices, 1 or more"
 [[ $seconds =~ ^[0-9]+$ ]] || fail "--seconds $seconds: give a number of seconds"
+[[ $patience =~ ^[0-9]{1,8}$ ]] || fail "--patience $patience: give a number of seconds"
 [[ $poll =~ ^0*([0-9]{1,8})$ ]] || fail "--poll $poll: give a number of seconds"
 poll=${BASH_REMATCH[1]} # bash would take a number with leading zeros for octal
 [[ $slices -eq 1 ]] || queued=1
+[[ ${#types[@]} -eq 0 || ($step == train && -z $type) ]] || fail "--any is for train, in place of --type"
 [[ -z ${arguments[*]} || $step =~ ^(create|run|train)$ ]] || fail "pod.sh $step takes no arguments of main.py"
 [[ -n $dry ]] || command -v gcloud >/dev/null ||
     fail "gcloud is not installed; see https://cloud.google.com/sdk/docs/install, then: gcloud auth login"

@@ -90,17 +90,18 @@ software_version() { # print the VM software for $type, from https://cloud.googl
 
 request_slices() { # request the slices from gcloud
     [[ -n $type ]] || fail "pod.sh $step $name: give --type, such as v4-32"
-    version=${version:-$(software_version)} || fail "--type $type: its software version is not known; give --version, see
+    local software
+    software=${version:-$(software_version)} || fail "--type $type: its software version is not known; give --version, see
 https://cloud.google.com/tpu/docs/runtimes"
     local request=(--accelerator-type="$type")
     if [[ -z $queued ]]; then
-        request+=(--version="$version" ${tier:+"$tier"} ${network:+--network="$network"})
+        request+=(--version="$software" ${tier:+"$tier"} ${network:+--network="$network"})
         tpus tpu-vm create "$name" "${request[@]}"
         return
     fi
     [[ $tier != --preemptible ]] || fail "a queued resource cannot be --preemptible; use --spot"
     if [[ $slices -eq 1 ]]; then request+=(--node-id="$name"); else request+=(--node-count="$slices" --node-prefix="$name"); fi
-    request+=(--runtime-version="$version" ${tier:+"$tier"} ${network:+--network="$network"})
+    request+=(--runtime-version="$software" ${tier:+"$tier"} ${network:+--network="$network"})
     tpus queued-resources create "$name" "${request[@]}"
 }
 
@@ -175,17 +176,27 @@ check_cfg() { # fail if the file of --cfg is not among those that setup copies
 check_arguments() { # check the run here, by the --check of main.py, before it costs money; the summary goes to stderr
     [[ -z $unchecked ]] || return 0
     [[ -n $repository ]] || check_cfg
-    local python slice=()
-    [[ -z $type ]] || slice=(--type "$([[ $slices -eq 1 ]] || echo "${slices}x")$type")
+    local python each
     for python in "$root/.venv/bin/python" python3 python; do
         if (cd "$root" && "$python" -c 'import shmap_tp.train, hydra, jax, equinox') >/dev/null 2>&1; then
-            (cd "$root" && JAX_PLATFORMS=cpu "$python" main.py --check "${slice[@]}" "${arguments[@]}") >&2 || exit
+            for each in "${types[@]:-$type}"; do check_type "$each" || exit; done
             return
         fi
     done
     fail "no Python here has the packages that check the run before it costs money: pip install -e '.[gcs]';
 or add --unchecked, and main.py checks it on the hosts"
 }
+
+check_type() ( # check the arguments of main.py for slices of type $1, or of none; with --any they get its hosts
+    slice=() processes=()
+    [[ -z $1 ]] || slice=(--type "$([[ $slices -eq 1 ]] || echo "${slices}x")$1")
+    cd "$root" || exit
+    if [[ ${#types[@]} -gt 0 ]]; then
+        hosts='import sys; from shmap_tp.hardware.devices import find_slices; print(find_slices(sys.argv[1]).hosts)'
+        processes=("mesh.processes=$("$python" -c "$hosts" "${slice[1]}")")
+    fi
+    JAX_PLATFORMS=cpu "$python" main.py --check "${slice[@]}" "${arguments[@]}" "${processes[@]}" >&2
+)
 
 default_cfg() { # add --cfg to the arguments of main.py, if they name none
     [[ " ${arguments[*]} " == *" --cfg "* ]] || arguments=(--cfg conf/base.yaml "${arguments[@]}")

@@ -8,6 +8,7 @@ train() {
     check_resumable
     check_arguments
     if [[ -n $dry ]]; then
+        type=${types[0]:-$type}
         request_slices && install && on_all_hosts start "${arguments[@]}" && on_all_hosts status
         return
     fi
@@ -35,24 +36,46 @@ check_resumable() { # check and complete the arguments, so that the run can resu
 }
 
 attempt() { # use the slices once: 0 done, 2 input refused, 75 stopped or preempted, 1 failed
+    local processes=() count
     ensure_slices || return 1
+    if [[ ${#types[@]} -gt 0 ]]; then
+        count=$(tpus tpu-vm describe "$(first_node)" --format='value(networkEndpoints.len())') || return "$(failure_code)"
+        processes=("mesh.processes=$((count * slices))")
+    fi
     install || return "$(failure_code)"
-    on_all_hosts start "${arguments[@]}" || return "$(failure_code)"
+    on_all_hosts start "${arguments[@]}" "${processes[@]}" || return "$(failure_code)"
     watch
 }
 
 ensure_slices() { # wait until the slices can be used; request new ones if there are none or they were preempted
-    local found
+    local found next=0 since=$SECONDS
     while true; do
         found=$(state 2>/dev/null) || found=""
         case "$found" in
         READY | ACTIVE) return 0 ;;
-        "") request_slices || return 1 ;;
+        "") request_next || return 1 ;;
         FAILED | SUSPENDED | PREEMPTED | TERMINATED | STOPPED) (delete) || return 1 ;;
-        *) echo "$name: $found" ;;
+        *)
+            echo "$name: $found"
+            if [[ ${#types[@]} -gt 1 ]] && ((SECONDS - since >= patience)); then
+                echo "$name: not given within $patience s: asking for the next type"
+                (delete) || return 1
+            fi
+            ;;
         esac
         sleep "$poll"
     done
+}
+
+request_next() { # request slices of the type; with --any of the next of its types, or of those after it if gcloud refuses
+    local tried
+    [[ ${#types[@]} -gt 0 ]] || { request_slices && return || return 1; }
+    for ((tried = 0; tried < ${#types[@]}; tried++)); do
+        type=${types[next]} next=$(((next + 1) % ${#types[@]})) since=$SECONDS
+        echo "$name: asking for $type"
+        request_slices && return
+    done
+    return 1
 }
 
 failure_code() { # print 75 if the slices are gone, else 1

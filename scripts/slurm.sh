@@ -3,6 +3,8 @@
 #
 #   sbatch --nodes=1 scripts/slurm.sh --cfg conf/recipes/llama3_8b_8xh100.yaml
 #   sbatch --nodes=2 scripts/slurm.sh --cfg conf/recipes/llama3_8b_8xh100.yaml mesh.dp=16 train.microbatches=8
+#   sbatch --nodes=1-4 scripts/slurm.sh --cfg conf/recipes/llama3_8b_8xh100.yaml mesh.dp=auto \
+#       train.max_sequences_per_device=1     # on as many of them as are free, also when the job is requeued
 #
 # Submit from the clone, on a file system that all nodes share, after ./prepareGPUVM.sh there.  The #SBATCH lines are
 # defaults; the command line of sbatch overrides them: --gpus-per-node with an equal --ntasks-per-node, --time,
@@ -35,7 +37,9 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 # At a preemption, or 300 s before the time limit, SIGTERM reaches main.py, which saves and exits with 75.  The first
 # process to exit does not end the others, which may still be saving; srun ends those left after ten minutes.
 trap 'echo "stop requested: waiting for main.py to save"' TERM
-srun --kill-on-bad-exit=0 --wait=600 .venv/bin/python main.py "$@" "mesh.processes=$SLURM_NTASKS" &
+tasks=$SLURM_NTASKS
+[[ -z ${SLURM_NTASKS_PER_NODE:-} ]] || tasks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE)) # of the nodes that were given
+srun --ntasks="$tasks" --kill-on-bad-exit=0 --wait=600 .venv/bin/python main.py "$@" "mesh.processes=$tasks" &
 step=$! code=0
 wait "$step" || code=$?
 while kill -0 "$step" 2>/dev/null; do # the signal interrupted wait, not the step

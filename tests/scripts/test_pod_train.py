@@ -1,5 +1,7 @@
 """pod.sh train: slices are created and main.py is started, repeatedly, until it is done."""
 
+import re
+
 import pytest
 
 from tests.helpers.gcloud_stand_in import HOST, Cloud
@@ -47,6 +49,39 @@ def test_train_resumes_after_a_stop_and_replaces_preempted_slices(cloud):
     calls, output = train(cloud, hosts, "READY PREEMPTED - READY")
     assert calls == [*ONCE, "status", "delete", "create", *ONCE, "status"]
     assert "stopped and saved, or preempted: resuming" in output
+
+
+def test_train_with_any_takes_the_first_type_that_is_given_and_starts_as_many_processes_as_it_has_hosts(cloud):
+    no_capacity = ("type=v5litepod-16", "", "there is no more capacity\n", 1)
+    states = ["", "READY\n", "PREEMPTED\n", "", "READY\n"]
+    cloud.answer(
+        ("type=v5litepod-16", "", "", 0), no_capacity,
+        *[("value(state)", state, "", 0) for state in states],
+        *[("networkEndpoints.len()", f"{hosts}\n", "", 0) for hosts in (4, 1)],
+        *[("on_host.sh status", answer, "", 0) for answer in ("ended 75\n" * 4, "ended 0\n")],
+    )  # fmt: skip
+    given = ["--any", "v5litepod-16 v5litepod-8", "--unchecked", "--poll", "0", "--repository", "https://h/r.git"]
+    done = cloud.pod("train", "p", *given, "--", "mesh.dp=auto", "checkpoint.dir=gs://b/c")
+    words = [" ".join(call) for call in cloud.calls()]
+    found = [given[0] for each in words if (given := re.search(r"(accelerator-type|mesh.processes)=\S+", each))]
+    asked = ["accelerator-type=v5litepod-16", "mesh.processes=4", "accelerator-type=v5litepod-16"]
+    assert found == [*asked, "accelerator-type=v5litepod-8", "mesh.processes=1"]
+    assert "p: asking for v5litepod-8" in done.stdout and "main.py is done" in done.stdout
+
+
+def test_a_type_that_is_not_given_within_the_patience_is_given_up_for_the_next(cloud):
+    states = ["", "WAITING_FOR_RESOURCES\n", "", "ACTIVE\n"]
+    cloud.answer(
+        *[("value(state.state)", state, "", 0) for state in states],
+        ("networkEndpoints.len()", "1\n", "", 0), ("on_host.sh status", "ended 0\n", "", 0),
+    )  # fmt: skip
+    given = ["--any", "v6e-16 v5litepod-8", "--queued", "--patience", "0", "--unchecked", "--poll", "0"]
+    done = cloud.pod("train", "p", *given, "--repository", "https://h/r.git", "--", "checkpoint.dir=gs://b/c")
+    made = [call for call in cloud.calls() if call[0] == "queued-resources" and call[1] != "describe"]
+    assert [call[1] for call in made] == ["create", "delete", "create"]
+    for call, kind, version in (made[0], "v6e-16", "v2-alpha-tpuv6e"), (made[2], "v5litepod-8", "v2-alpha-tpuv5-lite"):
+        assert f"--accelerator-type={kind}" in call and f"--runtime-version={version}" in call
+    assert "p: not given within 0 s: asking for the next type" in done.stdout
 
 
 def test_train_detects_preempted_slices_when_no_host_answers(cloud):

@@ -49,10 +49,19 @@ def test_only_a_job_that_stopped_and_saved_is_requeued(clone, code):
     job = submit(clone, "model=6_9b", "run.name=it's big")
     end(clone, job, code)
     assert job.returncode == code
-    srun = ["srun", "--kill-on-bad-exit=0", "--wait=600", ".venv/bin/python", "main.py", "--cfg", "conf/base.yaml"]
+    srun = ["srun", "--ntasks=16", "--kill-on-bad-exit=0", "--wait=600", ".venv/bin/python", "main.py"]
+    srun += ["--cfg", "conf/base.yaml"]
     given = ["model=6_9b", "run.name=it's big", "checkpoint.resume=if_present", "mesh.processes=16"]
     requeued = ["scontrol", "requeue", "7"] if code == 75 else []
     assert (clone / "calls").read_text().splitlines() == [*srun, *given, *requeued]
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_job_with_a_range_of_nodes_has_a_process_for_each_gpu_of_those_that_were_given(clone, nodes):
+    job = submit(clone, SLURM_NTASKS="8", SLURM_NTASKS_PER_NODE="8", SLURM_JOB_NUM_NODES=str(nodes))
+    end(clone, job, 0)
+    calls = (clone / "calls").read_text().splitlines()
+    assert f"--ntasks={8 * nodes}" in calls and calls[-1] == f"mesh.processes={8 * nodes}"
 
 
 def test_the_script_waits_for_the_save_after_sigterm(clone):
@@ -66,7 +75,7 @@ def test_the_script_waits_for_the_save_after_sigterm(clone):
     assert job.returncode == 75
     assert output.startswith("stop requested: waiting for main.py to save\n") and "requeueing job 7" in output
     calls = (clone / "calls").read_text().splitlines()
-    assert calls[5:] == ["--cfg", "mine.yaml", "--resume", "mesh.processes=16", "scontrol", "requeue", "7"]
+    assert calls[6:] == ["--cfg", "mine.yaml", "--resume", "mesh.processes=16", "scontrol", "requeue", "7"]
 
 
 def test_a_missing_prerequisite_is_named_in_one_line(clone):

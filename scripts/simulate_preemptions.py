@@ -153,7 +153,9 @@ class Preemptions(Soak):
         before, (last_before, _) = (self.intact() or [0])[0], self.trained_since(0)
         meshes = [f"mesh.dp={dp}", f"mesh.mp={mp}", f"data.dir=gs://{self.directory.name}/data", "data.cache=null"]
         with killed_at_the_end(self.processes(processes, *self.settings, *meshes)) as started:
+            print(f"{len(self.starts) + 1:4}  {processes} on ({dp}, {mp}) from step {before}: ", end="", flush=True)
             here = Start(time.time(), *self.happen(started, until))
+            print(f"{here.event} after {here.signalled - here.begin:.1f} s; ", end="", flush=True)
             outputs = self.communicate(started, here)
         here.ended = time.time()
         codes = [process.returncode for process in started]
@@ -163,12 +165,7 @@ class Preemptions(Soak):
         saved = (self.intact() or [0])[0]
         here.lost = max(last, last_before) - saved if here.first_step else 0
         self.starts.append(here)
-        print(
-            f"{len(self.starts):4}  {processes} on ({dp}, {mp}) from step {before}: {here.event} after "
-            f"{here.signalled - here.begin:.1f} s; {codes} in {here.ended - here.signalled:.1f} s, "
-            f"trained to {last}, saved {saved}",
-            flush=True,
-        )
+        print(f"{codes} in {here.ended - here.signalled:.1f} s, trained to {last}, saved {saved}", flush=True)
         self.check_start(here, codes, outputs, before, saved, last)
 
     def processes(self, count: int, *arguments: str) -> list[subprocess.Popen]:

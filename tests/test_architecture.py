@@ -56,6 +56,7 @@ MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 60, 10
 """Lines of a file, lines of a function with its docstring, and parameters of a function with `self`."""
 CUSTOM_GRADIENTS = {
     "parallel",
+    "layers/expert_dispatch.py",
     "layers/flash_attention.py",
     "layers/grouped_matmul.py",
     "layers/linear.py",

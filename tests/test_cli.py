@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from shmap_tp.config.compose import CONF, load
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
 from tests.helpers.commands import call_main
@@ -121,7 +122,8 @@ def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch)
     for split in (0, 3, len(given)):
         assert call_main(monkeypatch, *given[:split], "--cfg", FIRST, *given[split:], "--resume") == 0
     assert call_main(monkeypatch, *given, "--resume") == 0  # without --cfg, the packaged configuration
-    assert seen == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 4
+    assert seen[:3] == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
+    assert seen[3:] == [load(CONF / "config.yaml", [*given, "checkpoint.resume=must"])]
 
 
 def test_help_explains_the_command_without_importing_jax(tmp_path):
@@ -203,9 +205,9 @@ def test_check_prints_a_summary_uses_no_device_and_writes_nothing(tmp_path):
     for part in (
         "6_9b: 6,854,676,480 parameters, 32 layers of width 4096",
         "dp=4 x mp=8 = 32 devices; tensor_parallel=all_reduce, zero=none, processes=1",
-        "32 sequences x 1024 tokens = 32,768 tokens per step, in 2 microbatches",
-        "10, together 327,680 tokens",
-        "data/stdlib: not prepared; a run prepares it (data.source=stdlib)",
+        "8 sequences x 1024 tokens = 8,192 tokens per step, in 1 microbatches",
+        "10, together 81,920 tokens",
+        "data/stdlib_bpe: not prepared; a run prepares it (data.source=--source stdlib --train-tokenizer 4096)",
         "runs/big/checkpoints, checkpoint.resume=never",
         "dp=auto (all devices / mp) x mp=4",
     ):

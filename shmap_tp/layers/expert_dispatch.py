@@ -201,7 +201,9 @@ class Places(NamedTuple):
 @jax.custom_vjp
 def take_rows(x_N: Float[Array, "N ..."], places: Places) -> Float[Array, "R ..."]:
     """The row of x for each of R places.  Its gradient is that of the places of a row, added up: JAX's own would
-    scatter them.  What stands in a place to which no row goes has no part in it."""
+    scatter them.  What stands in a place to which no row goes has no part in it.
+
+    The plain version is the function without this gradient; that of `add_rows`, a scatter that adds up."""
     return x_N.at[places.source_R].get(mode="promise_in_bounds")
 
 

@@ -168,6 +168,7 @@ def gradients_of_arrays(gradients: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(product: MatrixProduct, x: Array, w: EightBit, weight: Array | None) -> Array:
+    """The plain version has no gradient: rounding has none.  Without rounding it is product(x, weight)."""
     return w.product(product, x)
 
 

@@ -15,9 +15,7 @@ XLA for TPU writes an asynchronous operation in three ways: X-start and X-done; 
 computation; or fusions named async-collective-start and -done, with compute fusions between them that carry the
 collective along.  In the last case every one of these fusions contains the same collective, with the same chain_id.
 
-Not modelled: errors of the compiler's estimates, contention between copies and compute, and waiting for slower
-devices.  benchmarks/RESULTS.md compares predictions with published measurements.
-"""
+Not modelled: contention between copies and compute, and waiting for slower devices."""
 
 import math
 import re

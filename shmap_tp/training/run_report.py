@@ -17,7 +17,7 @@ from jaxtyping import Float64
 
 from shmap_tp.config.compose import load, to_dict
 from shmap_tp.config.validate import named_sizes
-from shmap_tp.config.yaml_files import CONF
+from shmap_tp.config.yaml_files import CONF, as_installed
 from shmap_tp.errors import escaped
 from shmap_tp.errors import shown as in_one_line
 from shmap_tp.runtime.files import replacing, writing
@@ -300,7 +300,7 @@ def nearest_packaged(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     for file in [CONF / "config.yaml", CONF / "base.yaml", *sorted((CONF / "recipes").glob("*.yaml"))]:
         if file.parent == CONF or f"model: {values['model.name']}\n" in file.read_text():
             sections = to_dict(load(file, []))
-            found[f"conf/{file.relative_to(CONF)}"] = {
+            found[as_installed(f"conf/{file.relative_to(CONF)}")] = {
                 f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()
             }
     return min(found.items(), key=lambda item: sum(values.get(key) != value for key, value in item[1].items()))

@@ -307,6 +307,15 @@ class OptimizerConfig:
     """For schedule=wsd: the fraction of decay_steps, counted from its end, in which the learning rate decays."""
     weight_decay: float = key(least=0)
     """Decoupled weight decay, applied to matrices but not to norm scales."""
+    embedding_rate: float = key(least=0)
+    """Factor of the learning rate for the embedding and learned positions."""
+    head_rate: float = key(least=0, unless=1, needs="model.tie_embeddings=false")
+    """Factor of the learning rate for the head."""
+    vector_rate: float = key(least=0)
+    """Factor of the learning rate for scales and biases."""
+    hyperball: bool = key(unless=False, needs="model.adapter.rank=0")
+    """Matrices of blocks keep their norms, without weight decay, and a step moves each by learning_rate times its norm:
+    AdamH, and with name=muon MuonH."""
     beta1: float = key(least=0, below=1)
     """Decay rate of Adam's first moment."""
     beta2: float = key(least=0, below=1)

@@ -49,7 +49,7 @@ class VocabParallelEmbedding(eqx.Module):
 class VocabParallelHead(eqx.Module):
     """The weight and bias of the output head, where it is not tied to the embedding; each device has its own rows."""
 
-    weight: Float[Array, "V D"] = param(MP, None, kind=ParameterKind.embedding)
+    weight: Float[Array, "V D"] = param(MP, None, kind=ParameterKind.head)
     bias: Float[Array, " V"] | None = param(MP)
 
     def __init__(self, vocabulary: int, rows: int, width: int, *, std: float, key: PRNGKeyArray, bias: bool = False):

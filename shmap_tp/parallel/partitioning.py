@@ -54,7 +54,9 @@ class ParameterKind(Enum):
     experts = auto()
     """A matrix for each expert, along the first dim."""
     embedding = auto()
-    """A row per token or position: of the embedding, the head, learned positions."""
+    """A row per token or position: of the embedding, learned positions."""
+    head = auto()
+    """A row per token, of a head that is not the embedding."""
     vector = auto()
     """Scales and biases, whatever their dims."""
 

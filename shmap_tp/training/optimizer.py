@@ -7,9 +7,12 @@ Liu et al. 2025, "Muon is Scalable for LLM Training" (Moonlight), https://arxiv.
 Hu et al. 2024, "MiniCPM" (WSD), section 4, https://arxiv.org/abs/2404.06395
 Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations" (WSD whose decay is
 linear), https://arxiv.org/abs/2405.18392
+Wen et al. 2026, "Fantastic Pretraining Optimizers and Where to Find Them II: Hyperball Optimization",
+https://arxiv.org/abs/2606.16899
 """
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +22,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from shmap_tp.config.schema import MomentumDtype, OptimizerConfig, OptimizerName, Schedule
 from shmap_tp.parallel.collectives import varying_axes
-from shmap_tp.parallel.mesh import mesh_order
-from shmap_tp.parallel.partitioning import decayed, declarations, optimizer_specs
+from shmap_tp.parallel.mesh import mesh_order, spec_axes
+from shmap_tp.parallel.partitioning import Declaration, ParameterKind, decayed, declarations, optimizer_specs
 from shmap_tp.parallel.whole_matrices import UpdateSharding, is_matrix, on_whole_matrices
 
 
@@ -42,7 +46,7 @@ class Optimizer:
     schedule: optax.Schedule
     """The learning rate by the number of updates so far, which the step reports."""
     on_whole_matrices: bool = False
-    """Whether `on_whole_matrices` is part of the transformation, which then communicates, and is computed only once."""
+    """Whether the transformation communicates, as `on_whole_matrices` does: it is then computed only once."""
 
     def init(self, params: Any) -> optax.OptState:
         return self.transformation.init(params)
@@ -56,7 +60,7 @@ class Optimizer:
     ) -> tuple[Any, optax.OptState]:
         """(updates, new state) of this device's shards.
 
-        Communication  that of `on_whole_matrices`; else none.
+        Communication  that of `on_whole_matrices`, or of `_of_matrices`; else none.
         """
         transformation = optax.with_extra_args_support(self.transformation)
         return transformation.update(gradients, state, params, layout=layout)
@@ -120,11 +124,21 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     Muon the root mean square that updates of AdamW usually have (Liu et al. 2025, section 2.2; Jordan et al. 2024 have
     sqrt(max(1, outputs / inputs)), and a rate of its own).  M is sharded as ZeRO and FSDP shard the moments of AdamW.
 
+    The learning rate of embedding and learned positions, of the head, and of scales and biases has a factor each,
+    `embedding_rate`, `head_rate` and `vector_rate`, which holds for their weight decay, too.
+
+    With `hyperball` the matrices W have, from an update U of AdamW or Muon, |.| being the Frobenius norm,
+
+        W' = W - rate |W| U / |U|;  W = |W| W' / |W'|
+
+    so that they keep the norms that they begin with, and have no weight decay (AdamH and MuonH of Wen et al. 2026).
+
     M and the first moment of Adam are held in `momentum_dtype`: each update is computed from the float32 sum of the old
     one and the gradient, which is then rounded.  The second moment is float32: bfloat16 would lose the small part
     1 - beta2 of it that a step changes.
 
-    Communication  adamw: none.  muon: `on_whole_matrices`, in the dtype of the activations.
+    Communication  adamw: none.  muon: `on_whole_matrices`, in the dtype of the activations.  hyperball:
+                   `_of_matrices`.
     """
     schedule = learning_rate_schedule(config)
     in_bfloat16 = config.momentum_dtype == MomentumDtype.bfloat16
@@ -137,12 +151,17 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
             optax.masked(chain[0], lambda params: jax.tree.map(operator.not_, _matrices(params))),
             on_whole_matrices(partial(_muon_updates, steps=config.newton_schulz_steps)),
         ]
+    kinds, hyperball = ParameterKind, config.hyperball
+    factors = {kinds.embedding: config.embedding_rate, kinds.head: config.head_rate, kinds.vector: config.vector_rate}
     transformation = optax.chain(
         *chain,
-        optax.add_decayed_weights(config.weight_decay, mask=decayed),
+        *([_of_matrices(_as_large_as_weights)] if hyperball else []),
+        optax.add_decayed_weights(config.weight_decay, mask=partial(_decayed, hyperball=hyperball)),
         optax.scale_by_learning_rate(schedule),
+        *([_scaled_by_kind(factors)] if {*factors.values()} != {1} else []),
+        *([_of_matrices(_on_the_sphere)] if hyperball else []),
     )
-    return Optimizer(transformation, schedule, config.name == OptimizerName.muon)
+    return Optimizer(transformation, schedule, config.name == OptimizerName.muon or hyperball)
 
 
 def _held_in_bfloat16(inner: optax.GradientTransformation, moment: str) -> optax.GradientTransformation:
@@ -157,6 +176,61 @@ def _held_in_bfloat16(inner: optax.GradientTransformation, moment: str) -> optax
         return updates, held(state, jnp.bfloat16)
 
     return optax.GradientTransformation(lambda params: held(inner.init(params), jnp.bfloat16), update)
+
+
+def _decayed(params: Any, *, hyperball: bool) -> Any:
+    """`params` with every array replaced by whether weight decay applies to it."""
+    return jax.tree.map(lambda it, matrix: it and not (hyperball and matrix), decayed(params), _matrices(params))
+
+
+def _scaled_by_kind(factors: dict[ParameterKind, float]) -> optax.GradientTransformation:
+    """Updates times the factor of their parameter's kind."""
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda of, u: factors.get(of.kind, 1.0) * u, declarations(updates), updates)
+    )
+
+
+Dot = Callable[[Array, Array], Array]
+"""The inner product of each matrix of one stack with that of another, with the dims of a matrix kept as 1."""
+
+
+def _of_matrices(function: Callable[[Array, Array, Dot], Array]) -> optax.GradientTransformation:
+    """The updates u of matrices w replaced by function(u, w, dot).
+
+    Communication  of each `dot` one all-reduce of a number for each matrix over the axes that shard its dims.
+    """
+
+    def update(updates: Any, state: Any, params: Any, *, layout: UpdateSharding, **_: Any) -> tuple[Any, Any]:
+        def of_leaf(declared: Declaration, u: Array, w: Array, spec: P) -> Array:
+            if not is_matrix(declared):
+                return u
+            leading = declared.stacked + (declared.kind == ParameterKind.experts)
+            axes = mesh_order({axis for entry in spec[leading:] for axis in spec_axes(entry)})
+
+            def dot(x: Array, y: Array) -> Array:
+                local = jnp.sum(x * y, axis=tuple(range(leading, x.ndim)), keepdims=True)
+                return lax.psum(local, axes) if axes else local
+
+            return function(u, w, dot)
+
+        return jax.tree.map(of_leaf, declarations(updates), updates, params, layout.specs), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def _as_large_as_weights(u: Array, w: Array, dot: Dot) -> Array:
+    """u with the norm of w; 0 of 0."""
+    return u * jnp.sqrt(dot(w, w) / jnp.maximum(dot(u, u), jnp.finfo(u.dtype).tiny))
+
+
+def _on_the_sphere(u: Array, w: Array, dot: Dot) -> Array:
+    """What changes w to w + u with the norm of w: s u + (s - 1) w, with s = |w| / |w + u|, and s - 1 without the
+    difference of two norms that are almost equal."""
+    grown = 2 * dot(w, u) + dot(u, u)
+    before = dot(w, w)
+    after = jnp.maximum(before + grown, jnp.finfo(u.dtype).tiny)
+    shrinks = -grown / (after + jnp.sqrt(before * after))
+    return (1 + shrinks) * u + shrinks * w
 
 
 def _matrices(params: Any) -> Any:

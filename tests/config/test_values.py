@@ -109,6 +109,9 @@ def test_an_option_that_needs_another_is_refused_without_it():
         "mesh.fsdp_gradients=ring": "needs mesh.zero=fsdp, but mesh.zero=none; change that, or use "
         "mesh.fsdp_gradients=reduce_scatter",
         "train.dpo_label_smoothing=0.1": "needs a value of train.dpo_beta, but train.dpo_beta=null",
+        "optimizer.head_rate=2 model.tie_embeddings=true": "optimizer.head_rate=2.0 needs model.tie_embeddings=false",
+        "optimizer.hyperball=true model.adapter.rank=2": "optimizer.hyperball=true needs model.adapter.rank=0, but",
+        "optimizer.vector_rate=-1": "optimizer.vector_rate=-1.0 must be 0 or more",
     }
     check_messages(broken_rule, rules)
 

@@ -22,7 +22,7 @@ from shmap_tp.training.step import CONFIGURED, Components
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config
 from tests.helpers.model_fixtures import config
-from tests.helpers.step_fixtures import RELATIVE, Curve, Program, step_config
+from tests.helpers.step_fixtures import RELATIVE, Curve, Program, largest_difference, step_config
 
 LINEAR, APART = "then a linear decay", "(optimizer.decay_steps=300 is apart from train.steps)"
 CUT_SHORT = f"{LINEAR} that would end at step 300 (optimizer.decay_steps), after train.steps"
@@ -125,7 +125,9 @@ def plain_muon(name: str, gradients: list[np.ndarray], w: np.ndarray, c: Optimiz
     gradients = [g.astype(np.float64) for g in gradients]
     held = ml_dtypes.bfloat16 if c.momentum_dtype == "bfloat16" else np.float64
     of_embedding = name.startswith(("embedding", "head", "positions"))
-    if of_embedding or not name.endswith("weight") or c.name == "adamw":
+    is_matrix = name.endswith("weight") and not of_embedding
+    of_heads = w.ndim == 4 and w.shape[-1] == HEAD_DIM  # [L D N K], where experts are [L E D F]
+    if not is_matrix or c.name == "adamw":
         m, v = np.zeros(w.shape), np.zeros(w.shape)
         for g in gradients:
             m, v = c.beta1 * m.astype(held) + (1 - c.beta1) * g, c.beta2 * v + (1 - c.beta2) * g**2
@@ -136,16 +138,28 @@ def plain_muon(name: str, gradients: list[np.ndarray], w: np.ndarray, c: Optimiz
         for g in gradients:
             m = c.momentum * m.astype(held) + g
         m = gradients[-1] + c.momentum * m
-        of_heads = w.ndim == 4 and w.shape[-1] == HEAD_DIM  # [L D N K], where experts are [L E D F]
         matrices = m.reshape(-1, w.shape[1], w.shape[2] * w.shape[3]) if of_heads else m.reshape(-1, *w.shape[-2:])
         update = np.stack([0.2 * max(x.shape) ** 0.5 * newton_schulz(x) for x in matrices]).reshape(w.shape)
-    return -c.learning_rate * (update + (c.weight_decay if name.endswith("weight") else 0) * w)
+    if is_matrix and c.hyperball:
+
+        def norms(x: np.ndarray) -> np.ndarray:
+            last = 2 if w.ndim == 4 and not of_heads else w.ndim - 1
+            return np.sqrt(np.sum(x**2, axis=tuple(range(w.ndim - last, w.ndim)), keepdims=True))
+
+        w = w.astype(np.float64)
+        moved = w - c.learning_rate * norms(w) / norms(update) * update
+        return norms(w) / norms(moved) * moved - w
+    vector = 1 if is_matrix else c.vector_rate
+    rate = {"embedding.weight": c.embedding_rate, "positions.weight": c.embedding_rate, "head.weight": c.head_rate}
+    decay = c.weight_decay if name.endswith("weight") else 0
+    return -c.learning_rate * rate.get(name, vector) * (update + decay * w)
 
 
 HEAD_DIM = 4
 FSDP = "mesh.zero=fsdp"
 IN_BFLOAT16 = "optimizer.momentum_dtype=bfloat16 optimizer.beta1=0.5"
 """With 0.5 what is rounded after the first gradient is exact in float32 and float64."""
+BALL = "optimizer.hyperball=true optimizer.embedding_rate=0.5 optimizer.head_rate=2 optimizer.vector_rate=3"
 PLACED = [
     "mesh.dp=2 mesh.mp=4 mesh.zero=none",
     "mesh.dp=8 mesh.zero=zero1 model.layers=3",
@@ -155,6 +169,9 @@ PLACED = [
     f"mesh.dp=4 mesh.mp=2 {FSDP} model.block=sequential model.mlp=swiglu model.experts=6 model.experts_per_token=2",
     "mesh.dp=2 mesh.mp=4 mesh.zero=zero1 model.adapter.rank=2",
     f"mesh.dp=2 mesh.mp=4 mesh.zero=zero1 optimizer.name=adamw {IN_BFLOAT16}",
+    f"mesh.dp=2 mesh.mp=4 {FSDP} {BALL} model.positions=learned",
+    f"mesh.dp=4 mesh.mp=2 mesh.zero=zero1 {BALL} optimizer.name=adamw model.block=sequential model.mlp=swiglu "
+    "model.experts=6 model.experts_per_token=2",
 ]
 
 
@@ -196,6 +213,17 @@ CUT = f"mesh.dp=2 mesh.cp=2 mesh.mp=2 {FSDP} mesh.tensor_parallel=sequence"
 @cache
 def trained(settings: str) -> Curve:
     return program(settings).train(3, program("").initial)
+
+
+def test_a_run_on_the_hyperball_has_the_losses_of_one_device_and_matrices_keep_their_norms():
+    of_one = trained(BALL)
+    assert largest_difference(trained(f"{CUT} {BALL}").losses, of_one.losses) < RELATIVE
+    initial = by_path(program("").initial.params)
+    for name, w in of_one.params.items():
+        kept = [
+            np.isclose(np.linalg.norm(a), np.linalg.norm(b), rtol=1e-5) for a, b in zip(w, initial[name], strict=True)
+        ]
+        assert all(kept) == (name.startswith("blocks.") and name.endswith("weight")), name
 
 
 def test_a_run_with_muon_has_the_parameters_of_one_device_and_its_checkpoint_moves_to_another_mesh(tmp_path):

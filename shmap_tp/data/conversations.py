@@ -17,9 +17,9 @@ behind it.  Where a token would span the end of the prompt, the text is tokenize
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,30 +136,33 @@ class Kind:
     """Their name in messages."""
     document: str
     """The name of one of their documents."""
-    documents: Callable[[Any, str, ChatTemplate, re.Pattern[str]], list[list[Sample]]]
-    """The documents of a record, each of one or more samples, from (record, place, template, ends) as of `conversation`
-    and `samples_of`; none if its answers are equal."""
+    read: Callable[[Any, str], Sequence[Conversation]]
+    """The conversations of a record that is read at a place: one, or two of a pair; none if its answers are equal."""
+    documents: Callable[[Sequence[Conversation], ChatTemplate, re.Pattern[str]], list[list[Sample]]]
+    """The documents of a record, each of one or more samples, from its conversations; see `samples_of`."""
 
 
 CONVERSATIONS = Kind(
     "conversations",
     "sample",
-    lambda row, place, template, ends: [[sample] for sample in samples_of(conversation(row, place), template, ends)],
+    lambda row, place: [conversation(row, place)],
+    lambda given, template, ends: [[sample] for each in given for sample in samples_of(each, template, ends)],
 )
 
 
-def _pair_documents(row: Any, place: str, template: ChatTemplate, ends: re.Pattern[str]) -> list[list[Sample]]:
-    """The pair of a record, if it is one.  Raises UserError as `pair` and `samples_of` do."""
-    sides = [samples_of(each, template, ends) for each in pair(row, place) or ()]
+def _pair_documents(given: Sequence[Conversation], template: ChatTemplate, ends: re.Pattern[str]) -> list[list[Sample]]:
+    """The pair of a record, if it is one.  Raises UserError as `samples_of` does."""
+    sides = [samples_of(each, template, ends) for each in given]
     if any(len(samples) > 1 for samples in sides):
         raise UserError(
-            f"{place}: an answer has several assistant turns, and the chat template ends turns with no special token, "
-            f"or writes earlier ones in another way than the last;\nput those before the last one into the prompt"
+            f"{given[0].place}: an answer has several assistant turns, and the chat template ends turns with no "
+            f"special token, or writes earlier ones in another way than the last;\nput those before the last one into "
+            f"the prompt"
         )
     return [[sample for (sample,) in sides]] if sides else []
 
 
-PAIRS = Kind("preference pairs", "pair", _pair_documents)
+PAIRS = Kind("preference pairs", "pair", lambda row, place: pair(row, place) or (), _pair_documents)
 
 
 @dataclass
@@ -192,8 +195,8 @@ class ChatSource:
         self._end_tokens: set[int] = set()
 
     def tokenized(self, tokenizer: Bytes | Subwords) -> Iterator[tuple[str, Int32[np.ndarray, " _"]]]:
-        """(split, tokens) of each document: its samples, each to its end of text.  Raises UserError as `kind.documents`
-        does, if a document is too long, or a sample contains the end of text."""
+        """(split, tokens) of each document: its samples, each to its end of text.  Raises UserError as `kind` does,
+        if a document is too long, or a sample contains the end of text."""
         hashes = sorted({_hash(row) for _, row in self.rows()})
         if len(hashes) < 2:
             raise UserError(
@@ -205,9 +208,14 @@ class ChatSource:
         ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         for place, row in tqdm(self.rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
-            with errors_at(place):
-                row = row if self.special_tokens_in_text else quoted(row, special)
-            documents = self.kind.documents(row, place, self.template, ends)
+            given = self.kind.read(row, place)
+            if not self.special_tokens_in_text:  # of texts that are joined and decoded, else a part of a name escapes
+                with errors_at(place):
+                    given = [
+                        replace(each, messages=quoted(each.messages, special), tools=quoted(each.tools, special))
+                        for each in given
+                    ]
+            documents = self.kind.documents(given, self.template, ends)
             self._equal, self._records = self._equal + (not documents), self._records + 1
             for document in documents:
                 parts = [self._tokens(sample, tokenizer, ends, place) for sample in document]

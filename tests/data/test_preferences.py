@@ -111,7 +111,9 @@ def test_an_answer_of_several_turns_needs_a_template_that_ends_each(tmp_path, ca
     code, _, error = prepared([row, row | {"prompt": "3?"}], tmp_path, capsys)
     assert code == 2 and "line 1: an answer has several assistant turns" in error
     ended = TEMPLATE.replace("\n", "<|im_end|>\n")
-    (document,) = PAIRS.documents(row, "a", ChatTemplate(ended, "t", {}), re.compile(re.escape("<|im_end|>")))
+    (document,) = PAIRS.documents(
+        PAIRS.read(row, "a"), ChatTemplate(ended, "t", {}), re.compile(re.escape("<|im_end|>"))
+    )
     counted = [[each.text[first:last] for first, last in each.answers] for each in document]
     assert counted == [["yes<|im_end|>", "yes<|im_end|>"], ["no<|im_end|>"]]
 

@@ -35,7 +35,9 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 
 def test_names_of_special_tokens_in_contents_are_text_unless_asked(model, tmp_path, capsys):
-    rows = [{"prompt": FORGED, "completion": f"ok {number}"} for number in range(4)]
+    parts = [{"type": "text", "text": text} for text in (FORGED[:4], FORGED[4:])]
+    prompts = [FORGED, [{"role": "user", "content": parts}]]
+    rows = [{"prompt": prompts[number % 2], "completion": f"ok {number}"} for number in range(4)]
     file, tokenizer = write_rows(tmp_path / "chats.jsonl", rows), open_tokenizer(str(model), None)
     end, found = tokenizer.special_tokens()["<|im_end|>"], {}
     for name, more in {"text": [], "tokens": ["--special-tokens-in-text"]}.items():

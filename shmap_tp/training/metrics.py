@@ -368,13 +368,16 @@ class ReportRenewal:
             write_line(f"the report was not renewed: {' '.join(said.split())[-300:]}")
         program = "import os; os.nice(19); from shmap_tp.report import main; raise SystemExit(main())"
         path = f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"
-        self._started = time.monotonic()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program, str(self._directory)],
-            env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,  # Ctrl-C of the terminal is for the run
-        )  # fmt: skip
+        self._process, self._started = None, time.monotonic()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, str(self._directory)],
+                env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                start_new_session=True,  # Ctrl-C of the terminal is for the run
+            )  # fmt: skip
+        except OSError as error:  # no memory or no process is left: the run needs neither
+            write_line(f"the report was not renewed: {error.strerror}")
 
     def write_samples(self, step: int, texts: dict[str, str]) -> None:
         """Samples are in the next report."""

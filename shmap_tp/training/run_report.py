@@ -47,6 +47,7 @@ COLOURS = [f"#0a0b0{i}" for i in range(6)]
 STYLES = ["-", "--", "-.", ":"]
 SETTINGS = dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], INK)
 SETTINGS |= {"grid.color": FAINT, "svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9, "axes.grid": True}
+SETTINGS["text.parse_math"] = False  # a directory may have $ in its name
 
 Points = Float64[np.ndarray, "points 2"]
 """(step, value)."""
@@ -216,7 +217,7 @@ def _curves(records: Sequence[RunRecord], name: str) -> Iterator[tuple[str, Poin
     for record in records:
         points = record.series(name)
         if len(records) > 1 or name.startswith("validation"):
-            yield str(record.directory), points
+            yield escaped(str(record.directory)), points
             continue
         for start in record.starts.values():
             own = (start.first <= points[:, 0]) & (points[:, 0] <= start.last)
@@ -250,9 +251,7 @@ def _svg(text: str) -> str:
     text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :].strip())  # the same ids in every chart
     text = text.replace("<svg", '<svg role="img"', 1)
     names = {INK: "ink", FAINT: "faint", RED: "red"} | {colour: f"c{i}" for i, colour in enumerate(COLOURS)}
-    return re.sub("|".join(names), lambda found: f"var(--{names[found[0]]})", text).replace(
-        "<svg", '<svg role="img"', 1
-    )
+    return re.sub("|".join(names), lambda found: f"var(--{names[found[0]]})", text)
 
 
 def _wall_time(records: Sequence[RunRecord]) -> Html:

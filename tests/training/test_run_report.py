@@ -42,6 +42,7 @@ class Page(HTMLParser):
         self.words = " ".join(self.text.split())
 
     def handle_starttag(self, tag, attributes):
+        assert len(dict(attributes)) == len(attributes), f"<{tag}> has an attribute twice"
         self.tags.append(tag)
         self.attributes += attributes
         self.text += " "
@@ -191,7 +192,7 @@ def test_a_run_without_a_step_and_one_that_is_being_written_have_a_report(tmp_pa
 def test_no_text_of_a_file_is_markup_and_nothing_is_fetched(tmp_path):
     evil = '<script src="http://x">\ud800\x1b'
     steps = [{"loss": 2.0, "why_skipped": evil}, {}]
-    run = write_run(tmp_path / "<script>", steps, validation(2, 1.0, source=evil), run={"name": evil})
+    run = write_run(tmp_path / r"<script>$\no$", steps, validation(2, 1.0, source=evil), run={"name": evil})
     sample = {"step": 1, "prompt": evil, "text": "</pre><img src=x onerror=y> & http://x"}
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     shown = page(run, write_run(tmp_path / "other", [{}], validation(1, 3.0)))
@@ -237,7 +238,7 @@ def test_a_path_without_a_run_is_refused(tmp_path, capsys):
 
 
 def test_an_evaluation_renews_the_report_in_another_process(tmp_path, monkeypatch, capsys):
-    """Which is not waited for; one at a time; and one that fails is reported."""
+    """Which is not waited for; one at a time; and one that fails or cannot start is reported."""
     run = write_run(tmp_path / "run", [{}])
     monkeypatch.setenv("PYTHONPATH", "")
     renewal = metrics.ReportRenewal(run)
@@ -263,6 +264,9 @@ def test_an_evaluation_renews_the_report_in_another_process(tmp_path, monkeypatc
     assert "the report was not renewed: error: no run" in capsys.readouterr().out
     renewal.close()
     assert renewal._process.returncode == -9
+    program.unlink()
+    renewal.write(validation(1, 1.0))
+    assert "the report was not renewed: No such file" in capsys.readouterr().out, "and the run goes on"
 
 
 @pytest.mark.slow

@@ -111,6 +111,10 @@ def layer_norm(ours: str, theirs: str) -> tuple[Row, Row]:
     return Row(f"{ours}.scale", f"{theirs}.weight", "d -> d"), Row(f"{ours}.bias", f"{theirs}.bias", "d -> d")
 
 
+MOST_LAYERS = 10_000
+"""A pattern lists all layers: a damaged number would exhaust the memory."""
+
+
 @dataclass(frozen=True)
 class ContextLimit:
     """The longest sequence that a model can be used with, and why."""
@@ -188,6 +192,9 @@ class Family:
             require(value is not None or name not in required, name, value, rule, where)
             if value is not None:
                 checked(SIZE, value, name, where)
+        for name in (key.theirs for key in self.keys if "layers" in key.ours):
+            rule = f"must be at most {MOST_LAYERS}; copy the file again"
+            require(config[name] <= MOST_LAYERS, name, config[name], rule, where)
 
     def _check_layer_types(self, config: Mapping[str, Any], where: str) -> None:
         """Raises UserError unless they are known, and as many as layers."""

@@ -126,6 +126,7 @@ REFUSED = [
     ("gpt2", {"num_attention_heads": 4}, "num_attention_heads=4 is not a key that shmap_tp knows for GPT2LMHeadModel"),
     ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not a key that shmap_tp knows"),
     ("gemma2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 elements, but num_hidden_layers=3"),
+    ("gemma2", {"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 must be at most 10000"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for Gemma3ForCausalLM"),
     ("gemma3", {ROPE: None, "rope_local_base_freq": "x"}, "rope_local_base_freq=x must be a number above 0"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),

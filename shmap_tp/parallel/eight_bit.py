@@ -126,14 +126,16 @@ def rounded(
     x: Float[Array, "..."], dims: tuple[int, ...], dtype: DTypeLike, axes: tuple[str, ...] = ()
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
     """(values, scale), x ~ values x scale: one scale for all elements along `dims`, whose size in it is 1, so that the
-    largest becomes the largest number of `dtype`.  What is all 0 stays so; what is not finite has such a scale.
+    largest becomes the largest number of `dtype`, unless the scale would be below the least normal one.  What is all 0
+    stays so; what is not finite has such a scale.
 
     Communication  one maximum over `axes`, those which shard `dims` under shard_map.
     """
     largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
     largest = (lax.pmax(largest, axes) if axes else largest).astype(jnp.promote_types(x.dtype, jnp.float32))
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    scale = jnp.where(largest == 0, 1, largest) / float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
+    scale = largest / float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
+    scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # else flushed to 0, so that finite / 0 is NaN in float8
     scaled = x.astype(scale.dtype) / scale
     return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale
 

@@ -47,6 +47,13 @@ def test_a_number_that_is_not_finite_is_not_hidden_by_rounding(precision, bad):
     assert np.isfinite(product).tolist() == [[False], [True]]
 
 
+@formats
+@pytest.mark.parametrize("largest", [2e-38, 1e-36, 1e-35])
+def test_a_row_of_the_smallest_numbers_is_rounded_to_finite_ones(precision, largest):
+    values, scale = rounded(jnp.full((1, 2), largest), (1,), FORMATS[precision].values)
+    assert np.abs(values.astype(jnp.float32) * scale - largest).max() <= max(0.07 * largest, 1.2e-38)
+
+
 # The gradients of a block
 
 OPTIONS = "block=sequential mlp=swiglu kv_heads=2 positions=rotary norm=rmsnorm mlp_bias=true"

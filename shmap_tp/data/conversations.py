@@ -153,11 +153,11 @@ CONVERSATIONS = Kind(
 def _pair_documents(given: Sequence[Conversation], template: ChatTemplate, ends: re.Pattern[str]) -> list[list[Sample]]:
     """The pair of a record, if it is one.  Raises UserError as `samples_of` does."""
     sides = [samples_of(each, template, ends) for each in given]
-    if any(len(samples) > 1 for samples in sides):
+    if several := [each.place for each, samples in zip(given, sides, strict=True) if len(samples) > 1]:
         raise UserError(
-            f"{given[0].place}: an answer has several assistant turns, and the chat template ends turns with no "
-            f"special token, or writes earlier ones in another way than the last;\nput those before the last one into "
-            f"the prompt"
+            f"{several[0]}: an answer has several assistant turns, and the chat template ends turns with no special "
+            f"token, or writes earlier ones in another way than the last;\nput those before the last one into the "
+            f"prompt"
         )
     return [[sample for (sample,) in sides]] if sides else []
 

@@ -109,7 +109,7 @@ def test_long_pairs_are_refused_or_cut_to_half_a_row_each(tmp_path, capsys):
 def test_an_answer_of_several_turns_needs_a_template_that_ends_each(tmp_path, capsys):
     row = {"prompt": "2?", "chosen": [YES, OTHER, YES], "rejected": "no"}
     code, _, error = prepared([row, row | {"prompt": "3?"}], tmp_path, capsys)
-    assert code == 2 and "line 1: an answer has several assistant turns" in error
+    assert code == 2 and "line 1, chosen: an answer has several assistant turns" in error
     ended = TEMPLATE.replace("\n", "<|im_end|>\n")
     (document,) = PAIRS.documents(
         PAIRS.read(row, "a"), ChatTemplate(ended, "t", {}), re.compile(re.escape("<|im_end|>"))

@@ -29,7 +29,7 @@ HeldIn = StrEnum("HeldIn", [*Precision, "int8"])
 Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
 OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
 Resume = StrEnum("Resume", ["never", "if_present", "must"])
-AUTO = "auto"  # the value of mesh.dp that means all devices divided by mesh.cp and mesh.mp
+AUTO = "auto"  # mesh.dp: all devices divided by mesh.cp and mesh.mp; checkpoint.every: what loses least
 
 
 def key(**rules: Any) -> Any:
@@ -199,8 +199,7 @@ class ModelConfig:
     window: int | None
     """In local layers a token attends to the last `window` tokens, itself included; null: to all before it."""
     layer_pattern: list[LayerKind]
-    """Which layers are local, which global, without the window, and which nope, global without the rotary encoding:
-    repeated over the layers, the first layer has the first element.  [] makes all layers local."""
+    """Which layers are local, global (no window) or nope (no rotary either), repeated over the layers; []: local."""
     rotary_local_base: float | None = key(needs="model.positions=rotary model.window")
     """For positions=rotary: the base in local layers, whose rates are not scaled; null: as in the others."""
     attention_softcap: float | None = key(above=0)
@@ -251,8 +250,7 @@ class DataConfig:
     """stdlib, or `--source stdlib --train-tokenizer N`: the run prepares it.  Else arguments of shmap_tp.prepare,
     printed if `dir` is empty; null: not known."""
     documents: Documents
-    """isolated: a token sees earlier tokens of its own document, in which learned positions begin at 0, and the first
-    token of the next document is no target.  joined: a sequence is read as one text."""
+    """isolated: a document sees itself alone, its first token is no target, positions begin at 0.  joined: not."""
 
 
 @dataclass
@@ -370,8 +368,10 @@ class SampleConfig:
 class CheckpointConfig:
     dir: str = key(schemes=("gs",))
     """Where checkpoints are written: a directory or a gs:// path."""
-    every: int = key(least=0)
-    """Steps between checkpoints (skipped steps have none); 0 saves only at the end.  A stopped run always saves."""
+    every: int | str = key(least=0)
+    """Steps between checkpoints; 0: only at the end, or when stopped; auto: the interval that loses least."""
+    hours_between_failures: float | None = key(above=0, below=10**6)
+    """For every=auto: mean hours between two failures or preemptions; null: learnt from the starts of the run."""
     keep: int = key(least=2)
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = key(zero_is_null=True)

@@ -44,9 +44,15 @@ def validate(config: Config) -> None:
 def _faults(config: Config) -> Iterator[str]:
     """What is said of each rule that is broken, in an order in which a rule may rely on those before it."""
     mesh, model = config.mesh, config.model
-    if isinstance(mesh.dp, str) and mesh.dp != AUTO:
-        yield f"mesh.dp={mesh.dp} must be an integer or {AUTO}"
+    for name, value in (("mesh.dp", mesh.dp), ("checkpoint.every", config.checkpoint.every)):
+        if isinstance(value, str) and value != AUTO:
+            yield f"{name}={value} must be an integer or {AUTO}"
     yield from faults_of_values(config)
+    if config.checkpoint.hours_between_failures is not None and config.checkpoint.every != AUTO:
+        yield (
+            f"checkpoint.hours_between_failures={config.checkpoint.hours_between_failures} is only read with "
+            f"checkpoint.every={AUTO}, but checkpoint.every={config.checkpoint.every}; give one of the two"
+        )
     yield from _faults_of_source(config.data)
     check_sources(config.data)
     yield from _faults_of_schedule(config.optimizer, config.train.steps)

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ class Checkpoints:
         self._dir = absolute(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._report, self._writes, self._require_owner = report, writes, require_owner
+        self.last_seconds = 0.0
+        """From the beginning of the last save that is complete to its end."""
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         if writes:
@@ -118,7 +121,7 @@ class Checkpoints:
             written = ocp.save_checkpointables_async(self._dir / str(step), {"state": copied}, custom_metadata=facts)
         self._saving = self._background.submit(self._complete, step, written, skipped_in_a_row)
 
-    def delays(self, step: int, patience: float | None = PATIENCE_SECONDS) -> bool:
+    def delays(self, step: int, patience: float | None) -> bool:
         """Whether the save before that of `step` takes longer than `patience` still, the same on all processes.
 
         Never true of a step that `checkpoint.keep_every` keeps forever.
@@ -205,6 +208,7 @@ class Checkpoints:
 
     def _complete(self, step: int, written: Any, skipped_in_a_row: int) -> None:
         """Wait for Orbax, write the hashes, and only then delete the checkpoints that are not kept."""
+        begin = time.monotonic()
         with self._writing(step):
             written.result()
             directory, is_main = self._dir / str(step), jax.process_index() == 0
@@ -216,6 +220,7 @@ class Checkpoints:
                 write_atomically(directory / MANIFEST, json.dumps(found, indent=1))
                 self._require_owner()
                 self._delete_replaced()
+        self.last_seconds = time.monotonic() - begin
 
     def _delete_replaced(self) -> None:
         """Delete the checkpoints that are not kept; those of a streak of skipped steps are not counted."""

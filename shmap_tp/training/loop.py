@@ -15,7 +15,6 @@ import numpy as np
 
 from shmap_tp.config.schema import Config
 from shmap_tp.runtime.agreement import on_process_0
-from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.shutdown import StopRequest
@@ -25,6 +24,7 @@ from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.goodput import Profile, TimeCategory
 from shmap_tp.training.metrics import Recorder
 from shmap_tp.training.run import MakeSampler, Run, end_run, open_run
+from shmap_tp.training.save_schedule import SaveSchedule
 from shmap_tp.training.step import CONFIGURED, Components, State
 
 
@@ -73,8 +73,8 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
         def due(every: int) -> bool:
             return _is_due(step, every, config.train.steps)
 
-        # whether a save waits for the one before it; whether no stop request interrupted the newest evaluation
-        is_delayed, evaluated = False, True
+        schedule = SaveSchedule(config, clock.breakdown, meter, run.checkpoints, step)
+        evaluated = True  # unless a stop request interrupts the newest evaluation
         is_wanted = (step or run.components.load_parameters) and due(config.evaluate.every)  # else nothing was learned
         if is_wanted and not on_process_0("evaluated", lambda: recorder.has_validation):
             with pause(TimeCategory.evaluation):
@@ -104,11 +104,9 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
                     with pause(TimeCategory.samples):
                         if texts := run.sampler(state.params, run.stop.requested):
                             recorder.samples(step, texts)
-                if is_delayed or due(config.checkpoint.every):
+                if schedule.is_due(step):
                     with pause(TimeCategory.checkpoint):
-                        is_delayed = step < config.train.steps and _delays(run, step, is_delayed)
-                        if not (is_delayed or monitor.in_a_row):  # else the weights are those of an earlier checkpoint
-                            run.save(step, state, 0)
+                        if schedule.save(step, partial(run.save, step, state, 0), monitor.in_a_row):
                             saved_step = step
 
         with pause(TimeCategory.checkpoint):
@@ -121,14 +119,6 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
 def _is_due(step: int, every: int, last: int) -> bool:
     """Whether something that is done every `every` steps (0: only at the end) is done after `step`."""
     return step == last or (every > 0 and step % every == 0)
-
-
-def _delays(run: Run, step: int, is_delayed: bool) -> bool:
-    """Whether the save of `step` is delayed, since the one before it is not finished; says so the first time."""
-    delays = run.checkpoints.delays(step, 0.0) if is_delayed else run.checkpoints.delays(step)
-    if delays and not is_delayed:
-        print_on_process_0(f"the checkpoint of step {step} is delayed until the one before it is written")
-    return delays
 
 
 def _evaluate(run: Run, step: int, state: State, recorder: Recorder) -> bool:

@@ -160,6 +160,8 @@ class Meter:
         self._flops = flops_per_token
         self._peak = peak
         self._pending: tuple[int, Any] | None = None
+        self.seconds_per_step = math.nan
+        """As of the last step that was recorded."""
         self._restart()
 
     def record(self, step: int, metrics: Any) -> None:
@@ -185,7 +187,7 @@ class Meter:
         jax.block_until_ready(metrics)  # on all devices: device_get waits for one, and a profile would lack the others
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         self._ends.append(time.perf_counter())
-        seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        seconds = self.seconds_per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         rate = self._tokens / seconds
         timing = {
             "tokens_per_second": rate,

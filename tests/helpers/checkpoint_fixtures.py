@@ -24,7 +24,8 @@ def random_state(functions: StepFunctions, seed: int) -> State:
 
 def checkpoint_config(directory: Path, *, keep: int = 3, keep_every: int | None = None) -> CheckpointConfig:
     """Save every step to `directory`."""
-    return CheckpointConfig(str(directory), every=1, keep=keep, keep_every=keep_every, resume=Resume.never)
+    more = {"hours_between_failures": None, "keep": keep, "keep_every": keep_every, "resume": Resume.never}
+    return CheckpointConfig(str(directory), every=1, **more)
 
 
 def files(directory: Path) -> list[Path]:

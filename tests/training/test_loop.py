@@ -69,7 +69,7 @@ def test_a_save_that_is_not_finished_delays_the_next_one_unless_that_is_kept_for
             made[0]._saving.exception()
         return training(batches, step)
 
-    def asked(checkpoints, step, patience=10.0):
+    def asked(checkpoints, step, patience):
         made.append(checkpoints)
         if keep_every == "4":
             threading.Timer(0.2, finish.set).start()

@@ -68,9 +68,8 @@ class MeshConfig:
     ep: int = key(below=2**16, unless=1, needs="model.experts")
     """Expert-parallel size: the dp ranks over which experts are sharded, besides mp; a divisor of dp / slices."""
     tensor_parallel: TensorParallelMode
-    """Tensor-parallel mode.  all_reduce: activations between layers are replicated (Megatron).  sequence: they are
-    sharded over time, all-gathered before each layer and reduce-scattered after it; mp must divide model.context.
-    collective_matmul: as sequence, with both collectives split into ring steps that overlap the matmuls."""
+    """all_reduce: activations between layers are replicated (Megatron).  sequence: they are sharded over time, gathered
+    before and scattered after a layer; mp divides model.context.  collective_matmul: so, overlapping the matmuls."""
     tile: list[int] | None
     """Shape [x, y, z, cores] of the box of a TPU slice that one mp group occupies; null chooses the fewest hops."""
     zero: Zero
@@ -109,8 +108,7 @@ class ModelConfig:
     name: str
     """Name of the model in tables and messages."""
     from_pretrained: str | None
-    """A Hugging Face directory (config.json and *.safetensors), or a model's name on the hub.  The other keys of this
-    section follow from its config.json, and a new run starts from its weights; null starts from random ones."""
+    """A Hugging Face directory or a name on the hub: the other keys and the first weights are its own; null: none."""
     width: int = key(below=2**24)
     """D, the size of the residual stream."""
     layers: int = key(below=2**16)
@@ -148,8 +146,7 @@ class ModelConfig:
     context: int = key(below=2**24)
     """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
     block: Block
-    """parallel: attention and MLP read the same input and share their collectives.  parallel_two_norms: as parallel,
-    but attention and MLP each have the scale and bias of a norm of their own.  sequential: MLP after attention."""
+    """parallel: attention and MLP read one input; parallel_two_norms: by norms of their own; sequential: in turn."""
     norm: Norm
     """Normalisation layer.  rmsnorm_unit_offset: RMSNorm multiplied by 1 + weight instead of by the weight."""
     norm_epsilon: float | None = key(above=0)
@@ -217,17 +214,15 @@ class ModelConfig:
     init_std: float = key(least=0)
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
-    """Activation checkpointing: which activations of a block are saved, so that its backward pass does not recompute
-    them.  none: all.  full: only the input.  attention_output: also the attention output, for long rows.  attention:
-    also q, k, v, the attention output and the sublayer outputs.  mlp: also the sublayer outputs and the MLP's gate and
-    up.  attention_and_up: as attention, and up.  all_matmuls: all of these.  Gathered FSDP weights: by none."""
+    """What of a block is saved for its backward pass.  none: all.  full: its input.  attention_output: that, too, for
+    long rows.  attention: also q, k, v and the sublayer outputs.  mlp: input, sublayer outputs, the MLP's gate and up.
+    attention_and_up: as attention, and up.  all_matmuls: all of these.  Gathered FSDP weights: by none."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     row_major: bool
     """Whether TPUs store q, k, v, and of sequential blocks input and sublayer outputs, row-major; else XLA decides."""
     attention: AttentionKernel
-    """What computes attention.  chunked: plain XLA, attention_chunk queries at a time.  splash: a Pallas kernel for TPU
-    v4 and later.  cudnn: NVIDIA's kernel.  auto: the device's kernel where it supports this model, else chunked."""
+    """chunked: XLA, attention_chunk queries at a time; splash: TPU v4 and later; cudnn: NVIDIA; auto: what suits."""
     attention_chunk: int
     """For attention=chunked: the number of queries whose scores are in memory at a time."""
     adapter: AdapterConfig
@@ -247,8 +242,7 @@ class DataConfig:
     cache: str | None = key(schemes=())
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
-    """stdlib, or `--source stdlib --train-tokenizer N`: the run prepares it.  Else arguments of shmap_tp.prepare,
-    printed if `dir` is empty; null: not known."""
+    """stdlib, or arguments of shmap_tp.prepare, printed if `dir` is empty; those of stdlib a run prepares itself."""
     documents: Documents
     """isolated: a document sees itself alone, its first token is no target, positions begin at 0.  joined: not."""
 
@@ -266,8 +260,7 @@ class TrainConfig:
     precision: Precision
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
     matmul_precision: MatmulPrecision
-    """What linear layers of the blocks multiply.  bfloat16: activations and weights of `precision`.  int8, fp8: rounded
-    to 8 bits, also for the gradient of the input; CPUs multiply the same numbers without 8-bit units."""
+    """int8, fp8: linear layers of blocks round what they multiply to 8 bits (docs/precision.md); bfloat16: not."""
     z_loss: float = key(least=0)
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int
@@ -295,8 +288,7 @@ class OptimizerConfig:
     final_learning_rate: float = key(least=0)
     """Learning rate at the end of the decay, and from then on."""
     schedule: Schedule
-    """Learning rate after the warm-up.  cosine, linear: it decays until step decay_steps.  constant: the peak, to the
-    last step.  wsd (warm-up, stable, decay): the peak, then a linear decay in the last steps before decay_steps."""
+    """After the warm-up, cosine or linear: a decay until decay_steps; wsd: one at their end; constant: none."""
     warmup_steps: int = key(least=0)
     """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int
@@ -312,8 +304,7 @@ class OptimizerConfig:
     vector_rate: float = key(least=0)
     """Factor of the learning rate for scales and biases."""
     hyperball: bool = key(unless=False, needs="model.adapter.rank=0")
-    """Matrices of blocks keep their norms, without weight decay, and a step moves each by learning_rate times its norm:
-    AdamH, and with name=muon MuonH."""
+    """Matrices of blocks keep their norms, of which a step moves learning_rate: AdamH, with name=muon MuonH."""
     beta1: float = key(least=0, below=1)
     """Decay rate of Adam's first moment."""
     beta2: float = key(least=0, below=1)

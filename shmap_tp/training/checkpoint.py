@@ -82,6 +82,8 @@ class Checkpoints:
         self._report, self._writes, self._require_owner = report, writes, require_owner
         self.last_seconds = 0.0
         """From the beginning of the last save that is complete to its end."""
+        self._peaks: dict[jax.Device, int] | None = None
+        """Bytes that each device of this process has used at most, without a copy of the state."""
         self._saving: Future | None = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         if writes:
@@ -116,7 +118,7 @@ class Checkpoints:
             self._require_owner()
             if step in self.steps():  # the owner before this one has finished a save meanwhile
                 self._set_aside(step)
-        copied = _copied(state) if on_process_0("room for a copy", lambda: _has_room(state)) else state
+        copied = _copied(state) if on_process_0("room for a copy", lambda: self._has_room(state)) else state
         with self._writing(step), _saving_options(is_copy=copied is not state):
             written = ocp.save_checkpointables_async(self._dir / str(step), {"state": copied}, custom_metadata=facts)
         self._saving = self._background.submit(self._complete, step, written, skipped_in_a_row)
@@ -239,6 +241,24 @@ class Checkpoints:
                 self._require_owner()  # another run has removed what this one was writing
                 raise
 
+    def _has_room(self, state: State) -> bool:
+        """Whether each device of this process has the memory of a copy beside the most that it has used without one.
+
+        The most that a device reports never falls, and later has a copy in it.  On a CPU, which does not report any, a
+        copy takes what copying to the host would.
+        """
+        needed = sum(_shard_bytes(array, _sharding_of_copy(array)) for array in jax.tree.leaves(state))
+        memory = {device: found for device in jax.local_devices() if (found := device.memory_stats())}
+        peaks, is_first = self._peaks or {}, self._peaks is None
+        self._peaks = {}
+        for device, found in memory.items():
+            peak, before = found["peak_bytes_in_use"], peaks.get(device, 0)
+            self._peaks[device] = before if not is_first and before < peak <= before + needed else peak
+        has_room = all(needed <= found["bytes_limit"] - self._peaks[device] for device, found in memory.items())
+        if is_first and not has_room:
+            self._report("saves wait until the state is on the host: the devices have no memory for a copy of it")
+        return has_room
+
     def _delete(self, step: int) -> None:
         """Delete a checkpoint: its hashes first, so that a partly deleted one counts as incomplete.  A link to a
         checkpoint elsewhere was not written by this program, and stays."""
@@ -283,16 +303,6 @@ def _sharding_of_copy(array: jax.Array) -> NamedSharding:
 
 def _shard_bytes(array: jax.Array, sharding: NamedSharding) -> int:
     return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-
-def _has_room(state: State) -> bool:
-    """Whether each device of this process has the memory of a copy beside the most that it has used so far.
-
-    On a CPU, which does not say, a copy takes what copying to the host would.
-    """
-    needed = sum(_shard_bytes(array, _sharding_of_copy(array)) for array in jax.tree.leaves(state))
-    memory = [found for device in jax.local_devices() if (found := device.memory_stats())]
-    return all(needed <= found["bytes_limit"] - found["peak_bytes_in_use"] for found in memory)
 
 
 def _saving_options(*, is_copy: bool) -> ocp.Context:

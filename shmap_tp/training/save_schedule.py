@@ -84,23 +84,27 @@ class SaveSchedule:
 
     def is_due(self, step: int) -> bool:
         """Whether to call `save`.  Must be called after each step."""
-        if self._config.every != AUTO:
-            return self._is_delayed or step == self._last or (self._every > 0 and step % self._every == 0)
-        if step == self._first + FIRST_STEPS:
+        if self._config.every == AUTO and step == self._first + FIRST_STEPS:
             self._choose()
-        return step == self._last or (self._every is not None and step >= self._saved + self._every)
+        if step == self._last:
+            return True
+        if self._is_delayed:
+            return not self._checkpoints.delays(step, 0.0)
+        if self._config.every == AUTO:
+            return self._every is not None and step >= self._saved + self._every
+        return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, begin_save: Callable[[], None], skipped_in_a_row: int) -> bool:
         """Call `begin_save`, and return whether: not while the save before is written, unless `step` is the last, and
-        not after skipped steps, whose weights an earlier checkpoint has."""
+        not after skipped steps, whose weights an earlier checkpoint has.  A delayed save stays due."""
         begin = time.monotonic()
-        was_delayed, self._is_delayed = self._is_delayed, False
-        if step < self._last and self._checkpoints.delays(step, 0.0 if was_delayed else PATIENCE_SECONDS):
+        if not self._is_delayed and step < self._last and self._checkpoints.delays(step, PATIENCE_SECONDS):
             self._is_delayed = True
-            if not was_delayed:
-                print_on_process_0(f"the checkpoint of step {step} is delayed until the one before it is written")
-        if self._is_delayed or skipped_in_a_row:
+            print_on_process_0(f"the checkpoint of step {step} is delayed until the one before it is written")
             return False
+        if skipped_in_a_row:
+            return False
+        self._is_delayed = False
         begin_save()
         self._saved, self._seconds = step, time.monotonic() - begin
         if self._config.every == AUTO and self._every is not None:

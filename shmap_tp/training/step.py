@@ -219,7 +219,7 @@ def build_step_functions(
         batch = batch_of(*(None if each is None else each[:1] for each in rows))
         return on_devices(partial(_replay, objective, model), P(axes))(state, batch)
 
-    def evaluate(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array, ...]:
+    def evaluate(params: Transformer, tokens_ABT: Array, segments_ABT: Array | None = None) -> tuple[Array | None, ...]:
         batch = next_token_batch(tokens_ABT, axes, segments_ABT, end_of_text, free_space=drops)
         return model.mapped(partial(_evaluate, objective.alone()), (tokens_spec(axes),), P())(params, batch)
 

@@ -59,7 +59,7 @@ def test_a_state_can_be_donated_while_it_is_being_saved(functions, tmp_path, mon
     state = random_state(functions(2, 4), seed=3)
     expected = bits(state)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: -leaf - 1, tree), donate_argnums=0)
-    monkeypatch.setattr(checkpoint, "_has_room", lambda state: has_room)
+    monkeypatch.setattr(Checkpoints, "_has_room", lambda self, state: has_room)
     monkeypatch.setattr(checkpoint.ocp, "save_checkpointables_async", lambda *a, **k: given.append(a) or save(*a, **k))
     with Checkpoints(checkpoint_config(tmp_path), print) as checkpoints:
         checkpoints.save(1, state, FACTS)
@@ -79,6 +79,25 @@ def test_each_byte_of_a_copy_for_a_save_is_on_one_device_and_none_is_communicate
     assert held == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     program = checkpoint._copy(tuple(copied)).lower(jax.tree.leaves(params)).compile().as_text()
     assert not any(name in program for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+def test_the_memory_of_earlier_copies_counts_as_room_for_the_next_one(functions, tmp_path, monkeypatch, messages):
+    """The greatest use that a device reports never falls, and has the copy of the first save in it."""
+    state = random_state(functions(2, 4), seed=1)
+    needed = sum(checkpoint._shard_bytes(x, checkpoint._sharding_of_copy(x)) for x in jax.tree.leaves(state))
+    used = {"bytes_limit": 1000 + needed, "peak_bytes_in_use": 1000}
+    device = type("Device", (), {"memory_stats": lambda self: used})()
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+    def has_room(peak):
+        used["peak_bytes_in_use"] = peak
+        return checkpoints._has_room(state)
+
+    with Checkpoints(checkpoint_config(tmp_path), messages.append) as checkpoints:
+        assert has_room(1000) and has_room(1000 + needed) and not has_room(1001 + needed) and not messages
+    with Checkpoints(checkpoint_config(tmp_path), messages.append) as checkpoints:
+        assert not has_room(1001)
+    assert messages == ["saves wait until the state is on the host: the devices have no memory for a copy of it"]
 
 
 def test_a_step_whose_checkpoint_was_damaged_can_be_saved_again(pair_copy, messages, functions):

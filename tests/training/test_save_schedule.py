@@ -96,3 +96,15 @@ def test_auto_saves_at_the_steps_of_process_0_and_prints_a_new_interval_with_its
     printed = capsys.readouterr().out
     assert f"checkpoint.every=auto: {first} steps" in printed and f"checkpoint.every=auto: {then} steps" in printed
     assert "a save stops the steps for 0.5 s, and a failure is expected every 24.0 h (0 restarts in 0.0 h" in printed
+
+
+def test_a_delayed_save_is_not_lost_while_steps_are_skipped(tmp_path, monkeypatch, capsys):
+    """That of step 4 waits until the one before is written, by step 6, and steps 5 to 8 are skipped."""
+    config = tiny(tmp_path, "checkpoint.every=4", "train.steps=100")
+    monkeypatch.setattr(Checkpoints, "delays", lambda self, step, patience: step < 6)
+    with Checkpoints(config.checkpoint, print) as checkpoints:
+        schedule = SaveSchedule(config, PAST, Meter(print, 1, 0, None), checkpoints, 0)
+        in_a_row = dict(zip(range(5, 9), range(1, 5), strict=True))
+        due = (step for step in range(1, 12) if schedule.is_due(step))
+        assert [step for step in due if schedule.save(step, lambda: None, in_a_row.get(step, 0))] == [9]
+    assert capsys.readouterr().out.count("the checkpoint of step 4 is delayed") == 1

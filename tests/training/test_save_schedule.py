@@ -99,7 +99,7 @@ def test_auto_saves_at_the_steps_of_process_0_and_prints_a_new_interval_with_its
 
 
 def test_a_delayed_save_is_not_lost_while_steps_are_skipped(tmp_path, monkeypatch, capsys):
-    """That of step 4 waits until the one before is written, by step 6, and steps 5 to 8 are skipped."""
+    """The save of step 4 waits until the one before is written, by step 6, and steps 5 to 8 are skipped."""
     config = tiny(tmp_path, "checkpoint.every=4", "train.steps=100")
     monkeypatch.setattr(Checkpoints, "delays", lambda self, step, patience: step < 6)
     with Checkpoints(config.checkpoint, print) as checkpoints:

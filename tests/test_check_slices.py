@@ -75,7 +75,7 @@ ACCEPTED = {
         [*RECIPE, *DATA, *SAVED, "mesh.dp=auto", "mesh.processes=8", "--type", "v4-64"], "dp=16 x mp=2 = 32 devices"
     ),
     "a large model on the bytes of the Python library": (
-        ["model=6_9b", "mesh.dp=2", "mesh.mp=4", "--type", "v2-8"], f"warning: data/stdlib {BYTES}"
+        ["model=6_9b", "data=stdlib", "mesh.dp=2", "mesh.mp=4", "--type", "v2-8"], f"warning: data/stdlib {BYTES}"
     ),
     "data of another tokenizer": (
         [*RECIPE, *SAVED, "data.dir=gs://bucket/bytes", *V3], f"warning: gs://bucket/bytes {BYTES}"

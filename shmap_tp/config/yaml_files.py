@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 
@@ -59,6 +57,8 @@ def flat_values(file: Any) -> dict[str, Any] | None:
 def _saved(file: Any) -> Any:
     if "://" not in str(file) and not Path(file).is_file():  # reading a FIFO would wait for ever
         return None
+    import yaml  # not with the first import of a command, which would not end as it should at a signal then
+
     try:
         return yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError, ValueError, RecursionError):

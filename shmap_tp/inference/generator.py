@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
+from typing import Any
 
 import numpy as np
 
@@ -204,7 +205,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:
     refuse_first(_faults_of_prompts(prompts, model))
 
 
-def _faults_of_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> Iterator[str]:
+def _faults_of_prompts(prompts: Sequence[Any], model: ModelConfig) -> Iterator[str]:
     if not len(prompts):
         yield "there is no prompt; give at least one"
     for number, prompt in enumerate(prompts):

@@ -134,7 +134,7 @@ def rounded(
     largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
     largest = (lax.pmax(largest, axes) if axes else largest).astype(jnp.promote_types(x.dtype, jnp.float32))
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    scale = largest / float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
+    scale = jnp.where(largest == 0, 1, largest) / float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
     scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # else flushed to 0, so that finite / 0 is NaN in float8
     scaled = x.astype(scale.dtype) / scale
     return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale

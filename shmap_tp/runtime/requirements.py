@@ -19,6 +19,7 @@ PACKAGES = [
     "fsspec",
     "numpy",
     "safetensors",
+    "tokenizers",
     "hydra",
     "omegaconf",
     "yaml",

@@ -389,3 +389,4 @@ class ReportRenewal:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
+            self._process = None

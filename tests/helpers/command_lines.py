@@ -20,6 +20,7 @@ from shmap_tp import prepare, report, train, verify
 from shmap_tp.check import check_mesh, check_places
 from shmap_tp.config.compose import load
 from shmap_tp.config.schema import Config
+from shmap_tp.config.validate import resolve_auto
 from shmap_tp.data.location import stdlib_meta
 from shmap_tp.hardware.devices import find_slices
 from shmap_tp.plan import __main__ as plan
@@ -151,7 +152,8 @@ def check_training(words: list[str]) -> Config:
 
 def check_slices(words: list[str], name: str) -> None:
     """The arguments of `main.py` describe a run that new slices of type `name` could start, with what is in buckets."""
-    config, slices = check_training(words), find_slices(name)
+    slices = find_slices(name)
+    config = resolve_auto(check_training(words), slices.devices)
     check_mesh(config.mesh, slices)
     check_places(config, slices)
 
@@ -165,7 +167,10 @@ def check_pod(step: str, rest: list[str]) -> None:
         check_training(given)
         return
     slices = options[options.index("--slices") + 1] if "--slices" in options else "1"
-    check_slices(given, f"{slices}x{options[options.index('--type') + 1]}")
+    named = next(options[i + 1].split() for i, word in enumerate(options) if word in ("--type", "--any"))
+    for each in named:  # pod.sh gives the processes where there are several types
+        count = find_slices(f"{slices}x{each}").hosts
+        check_slices([*given, f"mesh.processes={count}"] if "--any" in options else given, f"{slices}x{each}")
 
 
 def check_plan(words: list[str]) -> None:

@@ -110,7 +110,7 @@ def test_another_model_batch_or_seed_is_refused_with_both_values(copied):
         ("model.layers=3", "model.layers was 2", "is 3"),
         ("model.ffn=128", "model.ffn was 64", "is 128"),
         ("model.positions=rotary", "model.positions was alibi", "is rotary"),
-        ("model.vocabulary=60", "token", "model.vocabulary=60"),  # refused because of the token ids
+        ("model.vocabulary=60", "ids go up to 63", "model.vocabulary=60"),  # refused because of the token ids
         ("model.tie_embeddings=true", "model.tie_embeddings was False", "is True"),
         ("model.context=8", "model.context was 16", "is 8"),
         ("train.batch=16", "train.batch was 8", "is 16"),

@@ -262,8 +262,9 @@ def test_an_evaluation_renews_the_report_in_another_process(tmp_path, monkeypatc
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     renewal.write(validation(1, 1.0))
     assert "the report was not renewed: error: no run" in capsys.readouterr().out
+    last = renewal._process
     renewal.close()
-    assert renewal._process.returncode == -9
+    assert last.returncode == -9
     program.unlink()
     renewal.write(validation(1, 1.0))
     assert "the report was not renewed: No such file" in capsys.readouterr().out, "and the run goes on"

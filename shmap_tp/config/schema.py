@@ -214,8 +214,8 @@ class ModelConfig:
     init_std: float = key(least=0)
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
-    """What of a block is saved for its backward pass.  none: all.  full: its input.  attention_output: that, too, for
-    long rows.  attention: also q, k, v and the sublayer outputs.  mlp: input, sublayer outputs, the MLP's gate and up.
+    """What of a block is saved for its backward pass.  none: all.  full: its input.  attention_output: also that.
+    attention: also q, k, v and sublayer outputs.  mlp: input, sublayer outputs, and the MLP's gate and up.
     attention_and_up: as attention, and up.  all_matmuls: all of these.  Gathered FSDP weights: by none."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
@@ -244,7 +244,7 @@ class DataConfig:
     source: str | None
     """stdlib, or arguments of shmap_tp.prepare, printed if `dir` is empty; those of stdlib a run prepares itself."""
     documents: Documents
-    """isolated: a document sees itself alone, its first token is no target, positions begin at 0.  joined: not."""
+    """isolated: a document sees itself alone, begins at position 0, its first token is no target; joined: one text."""
 
 
 @dataclass
@@ -304,7 +304,7 @@ class OptimizerConfig:
     vector_rate: float = key(least=0)
     """Factor of the learning rate for scales and biases."""
     hyperball: bool = key(unless=False, needs="model.adapter.rank=0")
-    """Matrices of blocks keep their norms, of which a step moves learning_rate: AdamH, with name=muon MuonH."""
+    """Matrices of blocks keep their norms; a step moves each by learning_rate times its norm (AdamH, MuonH)."""
     beta1: float = key(least=0, below=1)
     """Decay rate of Adam's first moment."""
     beta2: float = key(least=0, below=1)

@@ -96,11 +96,7 @@ def _read() -> str | None:
 def _answer(conversation: "Chat", text: str) -> None:
     """Print the answer as it comes."""
     try:
-        conversation.answer(
-            text,
-            show=write_text,
-            notify=lambda note: print(f"({note})", flush=True),
-        )
+        conversation.answer(text, show=write_text, notify=lambda note: print(f"({note})", flush=True))
         print(flush=True)
     except KeyboardInterrupt:
         print("\n(ended)", flush=True)

@@ -141,11 +141,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
     model = open_model(arguments)
     template = chat_template_of_model(model, None) if arguments.apply_chat_template else None
     adaptor = HarnessModel(model, tokenizer_of_model(model, arguments.tokenizer), arguments.batch, template)
-    settings = {
-        "limit": arguments.limit,
-        "num_fewshot": arguments.fewshot,
-        "apply_chat_template": template is not None,
-    }
+    settings = {"limit": arguments.limit, "num_fewshot": arguments.fewshot, "apply_chat_template": template is not None}
     found = evaluate_tasks(adaptor, arguments.tasks, arguments.tasks_dir, **settings)
     kept = "results", "groups", "versions", "n-shot", "higher_is_better", "group_subtasks", "n-samples"
     return {name: found[name] for name in kept if name in found}

@@ -105,11 +105,7 @@ def _add_sources(parser: argparse.ArgumentParser) -> None:
 def _add_rendering(parser: argparse.ArgumentParser) -> None:
     """The options of conversations and preference pairs."""
     group = parser.add_argument_group("conversations and preference pairs")
-    group.add_argument(
-        "--template",
-        metavar="FILE",
-        help="a chat template in Jinja (default: that of --tokenizer DIR)",
-    )
+    group.add_argument("--template", metavar="FILE", help="a chat template in Jinja (default: that of --tokenizer DIR)")
     group.add_argument(
         "--template-argument",
         action="append",

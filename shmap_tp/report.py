@@ -21,9 +21,7 @@ from shmap_tp.runtime.console import write_line
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.report`."""
     top = argparse.ArgumentParser(
-        prog="python -m shmap_tp.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m shmap_tp.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     top.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
     top.add_argument("--out", type=Path, metavar="FILE", help="the page (default: see above)")

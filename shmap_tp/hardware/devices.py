@@ -128,15 +128,7 @@ GENERATIONS = {
         "TPU v4", "v4", 1, 3, 4.5e10, 4, (16, 16, 16), (2, 2, 1), "CLOUD, cubes of 4 joined by optical switches"
     ),
     "v5e": Generation(
-        "TPU v5 lite",
-        "v5e",
-        1,
-        2,
-        4.5e10,
-        16,
-        (16, 16),
-        (2, 2),
-        "CLOUD, 4 x 100 GB/s both ways; the pod is 16 x 16",
+        "TPU v5 lite", "v5e", 1, 2, 4.5e10, 16, (16, 16), (2, 2), "CLOUD, 4 x 100 GB/s both ways; the pod is 16 x 16"
     ),
     "v5p": Generation("TPU v5", "v5", 1, 3, 9e10, 4, (16, 16, 24), (2, 2, 1), "CLOUD, 4800 Gbit/s of 6 links, as v4"),
     "v6e": Generation(

@@ -44,10 +44,7 @@ SPARSE_CORE_COLLECTIVES = ASYNC_FULL_ALL_GATHER | dict.fromkeys(
 """Execute all-gathers and reduce-scatters on the SparseCores, so that the TensorCores compute meanwhile.  TPU7x does so
 by default.  MaxText sets the last two options together with the others."""
 
-ASYNC_PERMUTES = {
-    "xla_tpu_use_aggressive_scheduling": "true",
-    "xla_max_concurrent_async_collective_permutes": "2",
-}
+ASYNC_PERMUTES = {"xla_tpu_use_aggressive_scheduling": "true", "xla_max_concurrent_async_collective_permutes": "2"}
 """Place more matmuls between start and end of a ppermute, and allow only the two directions of a ring at a time."""
 
 SCOPED_VMEM_KIB = "xla_tpu_scoped_vmem_limit_kib"

@@ -108,12 +108,7 @@ def shell_command(words: Sequence[str], indent: int) -> str:
 
 
 def fitted_table(
-    rows: Sequence[Sequence[str]],
-    optional: Sequence[str] = (),
-    right: Collection[str] = (),
-    *,
-    wrap: str,
-    least: int,
+    rows: Sequence[Sequence[str]], optional: Sequence[str] = (), right: Collection[str] = (), *, wrap: str, least: int
 ) -> str:
     """Aligned columns under the names in the first row.  Where the table is wider than the terminal, the texts of the
     column `wrap` are wrapped; where that leaves them fewer than `least` columns, those of `optional` are left out, one

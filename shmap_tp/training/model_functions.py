@@ -22,12 +22,7 @@ from shmap_tp.model.transformer import Carried, Transformer
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.context_parallel import own_chunks, row_order, time_ranks
 from shmap_tp.parallel.mesh import Role, axes_of, token_axes
-from shmap_tp.training.step import (
-    CONFIGURED,
-    Components,
-    loss_and_gradients,
-    microbatch,
-)
+from shmap_tp.training.step import CONFIGURED, Components, loss_and_gradients, microbatch
 
 
 class ModelFunctions(eqx.Module):

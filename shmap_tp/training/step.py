@@ -177,11 +177,7 @@ class StepFunctions(eqx.Module):
 
 
 def build_step_functions(
-    config: Config,
-    mesh: Mesh,
-    dtype: DTypeLike,
-    components: Components = CONFIGURED,
-    end_of_text: int | None = None,
+    config: Config, mesh: Mesh, dtype: DTypeLike, components: Components = CONFIGURED, end_of_text: int | None = None
 ) -> StepFunctions:
     """The programs of `config` on `mesh`, computing in `dtype`; each is compiled when first called.
 

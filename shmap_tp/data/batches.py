@@ -120,10 +120,16 @@ def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Met
     """(where the token files are, meta.json, the files beside it that belong to the run)."""
     if "://" in data.dir and data.cache is None:
         bucket = open_bucket(data, model.from_pretrained)
-        with TemporaryDirectory() as small:
-            copy_files(bucket, Path(small), bucket.files.keys() & {META, *COMPANIONS})
-            meta = read_meta(Path(small))
-            return bucket, meta, read_companions(Path(small), meta)
+        try:
+            with TemporaryDirectory() as small:
+                copy_files(bucket, Path(small), bucket.files.keys() & {META, *COMPANIONS})
+                meta = read_meta(Path(small))
+                return bucket, meta, read_companions(Path(small), meta)
+        except OSError as error:
+            raise UserError(
+                f"{META} of {data.dir} cannot be copied to the directory for temporary files: "
+                f"{error.strerror or error}; free some space there, or name another in TMPDIR"
+            ) from error
     directory = prepared_directory(data, model.from_pretrained)
     meta = read_meta(directory)
     return directory, meta, read_companions(directory, meta)

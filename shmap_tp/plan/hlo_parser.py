@@ -10,6 +10,7 @@ initial value, the increment in the loop body, and the limit in the condition.
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -157,14 +158,17 @@ def array_bytes(shape: str) -> list[int]:
 
 
 def bytes_accessed(instruction: Instruction, computation: Computation) -> float:
-    """Bytes read and written.  A gather or slice reads what it returns; an in-place update reads what it writes."""
-    word = f"{instruction.opcode} {instruction.name}"
+    """Bytes read and written.  A gather or slice reads what it returns.  An update or scatter changes the operand that
+    has the size of its result in place, and accesses twice what its other operands have."""
+    word, results = f"{instruction.opcode} {instruction.name}", array_bytes(instruction.shape)
     operands = [sum(array_bytes(computation.instructions[name].shape)) for name in instruction.operands]
     if "update" in word or "scatter" in word:
-        return 2.0 * sum(sorted(operands)[:-1])
-    if "gather" in word or "slice" in word:
-        return 2.0 * sum(array_bytes(instruction.shape))
-    return sum(operands) + float(sum(array_bytes(instruction.shape)))
+        changed = (Counter(operands) & Counter(results)).elements()
+        if total := sum(changed):
+            return 2.0 * (sum(operands) - total) + sum(results) - total
+    elif "gather" in word or "slice" in word:
+        return 2.0 * sum(results)
+    return float(sum(operands) + sum(results))
 
 
 def parse_hlo(text: str) -> Module:

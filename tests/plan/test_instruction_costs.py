@@ -32,6 +32,26 @@ def test_an_instruction_without_an_estimate_takes_the_time_of_its_memory_accesse
     assert found.seconds == pytest.approx(3 * BYTES / MEMORY_RATE)
 
 
+PART, INDEX = "bf16[16,4096]{1,0}", 4.0
+PART_BYTES = 2.0 * 16 * 4096
+IN_PLACE = {
+    f"{X} dynamic-update-slice(%x, %part, %i)": 2 * (PART_BYTES + INDEX),
+    f"{PART} scatter(%part, %i, %x), to_apply=%add": 2 * (BYTES + INDEX),
+    f"{X} fusion(%part, %i), kind=kLoop, calls=%add": PART_BYTES + INDEX + BYTES,
+}
+"""An update of a part; a scatter of more rows than the array has; a scatter into an array that it makes."""
+
+
+@pytest.mark.parametrize("instruction", IN_PLACE)
+def test_an_update_in_place_accesses_what_it_changes_and_no_more(instruction):
+    found = run(f"""
+        %i = s32[] parameter(1)
+        %part = {PART} parameter(2)
+        %scatter.1 = {instruction}
+        """)
+    assert found.unestimated_bytes == IN_PLACE[instruction]
+
+
 def test_bookkeeping_instructions_and_annotations_take_no_time():
     found = run(f"""
         %c = s32[] constant(0)

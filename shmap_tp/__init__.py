@@ -74,21 +74,9 @@ _MODULES = {
 """The module that defines each public name.  A name is imported when it is first used."""
 
 __all__ = [  # noqa: RUF022 - in the order of the docstring
-    "load_config",
-    "make_mesh",
-    "Model",
-    "from_pretrained",
-    "Trainer",
-    "run_training",
-    "Components",
-    "Optimizer",
-    "Config",
-    "Transformer",
-    "State",
-    "UserError",
-    "ShmapTpError",
-    "__version__",
-]
+    "load_config", "make_mesh", "Model", "from_pretrained", "Trainer", "run_training", "Components", "Optimizer",
+    "Config", "Transformer", "State", "UserError", "ShmapTpError", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -36,29 +36,46 @@ from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.runtime.files import first_contact
 from shmap_tp.training.optimizer import describe_schedule
 
+Found = tuple[str, str | None, Meta | None]
+"""What is in the directory of a source, in words; why it may be the wrong one; its meta.json, where it is."""
 
-def check(config: Config, export: str, components: ModelComponents) -> str:
-    """The summary, in lines, of a `config` that `compose.load` has returned; `export` says as what its model can be
-    exported.
 
-    Raises UserError if its mesh cannot be formed on any devices, or a directory cannot be written.
+LATER = "Devices, memory, tokens and checkpoints are checked when a run starts."
+
+
+def check(config: Config, export: str, components: ModelComponents, name: str | None = None) -> str:
+    """The summary, in lines, of a `config` that `compose.load` has returned; with the `name` of slices, such as v3-32
+    or 2xv5litepod-256, of its run there.  `export` says as what its model can be exported.
+
+    Communication  with `name`, the files of the buckets of data.dir and checkpoint.dir are listed, and the small ones
+                   read.
+    Raises UserError if its mesh cannot be formed, or a directory cannot be written, naming the first reason.
     """
+    slices = None
     try:
-        _check_directories(config)
-        sources = {name: _data(data, config) for name, data in each_source(config.data).items()}
-        check_alike({name: meta for name, (*_, meta) in sources.items() if meta})
+        if name is None:
+            _check_directories(config)
+        else:
+            slices = find_slices(name)
+            config = resolve_auto(config, slices.devices)
+            check_mesh(config.mesh, slices)
+            check_places(config, slices)
+        look = _data_for_slices if slices else _data
+        sources = {source: look(data, config) for source, data in each_source(config.data).items()}
+        check_alike({source: meta for source, (*_, meta) in sources.items() if meta})
+        if slices:
+            _check_checkpoints(config)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; choose another directory") from error
-    later = "Devices, memory, tokens and checkpoints are checked when a run starts."
-    found = {name: (what, warning) for name, (what, warning, _) in sources.items()}
-    return f"{summary(config, found, export, components)}\nThe configuration is valid.  {later}"
+    described = _summary(config, sources, export, components)
+    if slices is None:
+        return f"{described}\nThe configuration is valid.  {LATER}"
+    start = f"The run can start on {slices}: {slices.devices} devices, hosts: {slices.hosts}."
+    return f"{described}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
 
 
-def summary(
-    config: Config, sources: dict[str, tuple[str, str | None]], export: str, components: ModelComponents
-) -> str:
-    """What a `config` would train, in lines; `sources` are (what is in it, why it may be the wrong one) by name, and
-    `export` says as what the model can be exported."""
+def _summary(config: Config, sources: dict[str, Found], export: str, components: ModelComponents) -> str:
+    """What a `config` would train, in lines."""
     model, train, run = config.model, config.train, config.run
     tokens = train.batch * model.context
     lines = {
@@ -75,11 +92,11 @@ def summary(
         "run.dir": run.dir,
         "checkpoint.dir": f"{config.checkpoint.dir}, checkpoint.resume={config.checkpoint.resume}",
     }
-    warnings = [warning for _, warning in sources.values() if warning]
+    warnings = [warning for _, warning, _ in sources.values() if warning]
     return "\n".join([*(f"{name:<15} {text}" for name, text in lines.items()), *warnings])
 
 
-def _data_lines(config: Config, sources: dict[str, tuple[str, str | None]]) -> dict[str, str]:
+def _data_lines(config: Config, sources: dict[str, Found]) -> dict[str, str]:
     """What is in data.dir, or in each of data.sources, with its shares."""
     if not config.data.sources:
         return {"data": f"{config.data.dir}: {sources[''][0]}"}
@@ -114,8 +131,8 @@ def _mesh(config: Config) -> str:
     return f"{product_in_words(mesh)} = {mesh.devices} devices; {modes}"
 
 
-def _data(data: DataConfig, config: Config) -> tuple[str, str | None, Meta | None]:
-    """(whether data.dir is prepared, or how it is, in words; why it may be the wrong one; meta.json where it is)."""
+def _data(data: DataConfig, config: Config) -> Found:
+    """Whether data.dir is prepared, or how it is."""
     model = config.model
     if "://" in data.dir:
         return "looked at when a run starts", None, None
@@ -134,26 +151,6 @@ def _data(data: DataConfig, config: Config) -> tuple[str, str | None, Meta | Non
 BOOT_DISK = 100e9
 """Bytes of the disk of a host, at most: https://docs.cloud.google.com/tpu/docs/storage-options (100 GiB), with a little
 for the system."""
-
-
-def check_slices(config: Config, name: str, export: str, components: ModelComponents) -> str:
-    """The summary, in lines, of a run of `config` on the slices of `name`, such as v3-32 or 2xv5litepod-256; the others
-    as in `check`.
-
-    Communication  the files of the buckets of data.dir and checkpoint.dir are listed, and the small ones read.
-    Raises UserError naming the first reason why the run would not train there.
-    """
-    slices = find_slices(name)
-    config = resolve_auto(config, slices.devices)
-    check_mesh(config.mesh, slices)
-    check_places(config, slices)
-    sources = {name: _data_for_slices(config, data) for name, data in each_source(config.data).items()}
-    check_alike({name: meta for name, (*_, meta) in sources.items() if meta})
-    _check_checkpoints(config)
-    start = f"The run can start on {slices}: {slices.devices} devices, hosts: {slices.hosts}."
-    found = {name: (what, warning) for name, (what, warning, _) in sources.items()}
-    described = summary(config, found, export, components)
-    return f"{described}\n{start}  Its memory is not checked: python -m shmap_tp.plan --help"
 
 
 def check_mesh(mesh: MeshConfig, slices: RentedSlices) -> None:
@@ -205,9 +202,8 @@ def _is_on_host(path: str) -> bool:
     return "://" not in path and not PurePath(path).is_absolute()
 
 
-def _data_for_slices(config: Config, data: DataConfig) -> tuple[str, str | None, Meta | None]:
-    """(what is in data.dir, one of the sources, in words; why it may be the wrong one; its meta.json, where it is).
-    Raises UserError if the run could not train on it."""
+def _data_for_slices(data: DataConfig, config: Config) -> Found:
+    """What is in data.dir, one of the sources.  Raises UserError if the run could not train on it."""
     if stdlib := stdlib_meta(data):
         warning = data_warning(data, config.model, stdlib)
         return "prepared by each host from the Python library, which is only a test", warning, stdlib

@@ -78,16 +78,11 @@ def main(argv: Sequence[str] | None = None, command: str = "python main.py") -> 
 
         components = components_of(config)
         if arguments.check:
-            from shmap_tp.check import check, check_slices
+            from shmap_tp.check import check
             from shmap_tp.pretrained.configuration import describe_target
 
             export = describe_target(config.model) if config.run.components is None else "as --components allow"
-            described = export, components
-            print(
-                check(config, *described)
-                if arguments.type is None
-                else check_slices(config, arguments.type, *described)
-            )
+            print(check(config, export, components, arguments.type))
             return 0
         from shmap_tp.inference.text import make_training_sampler
         from shmap_tp.pretrained.start import with_pretrained

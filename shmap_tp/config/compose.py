@@ -115,20 +115,16 @@ def from_values(values: Any, file: str, overrides: Sequence[str] = ()) -> Config
 
     Raises UserError if a key is missing or unknown, or a value has the wrong type.
     """
+    sections = "run", "model", "data", "train", "optimizer"
     try:
-        return _to_config(OmegaConf.create(values), file)
+        values = OmegaConf.create(values)
+        named = [section for section in sections if OmegaConf.is_dict(values.get(section))]
+        merged = OmegaConf.merge(_schema(*named), values)
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UserError(_explain(error, file, overrides)) from error
-
-
-def _to_config(values: Any, file: str) -> Config:
-    """As `from_values`, but raises also the errors of OmegaConf."""
-    sections = "run", "model", "data", "train", "optimizer"
-    named = [section for section in sections if OmegaConf.is_dict(values.get(section))]
-    merged = OmegaConf.merge(_schema(*named), values)
-    if missing := sorted(OmegaConf.missing_keys(merged)):
-        raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
-    config = OmegaConf.to_object(merged)
     if isinstance(config.mesh.dp, str) and config.mesh.dp.isdecimal():  # a number in quotes, or of oc.env
         config.mesh.dp = int(config.mesh.dp)
     return config

@@ -46,10 +46,15 @@ def saved_value(file: Any, key: str) -> Any:
     return saved
 
 
+def flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The value of each key, such as train.steps."""
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
 def flat_values(file: Any) -> dict[str, Any] | None:
     """The value of each key, such as train.steps, read likewise; None if there is no file, or it is damaged."""
     try:
-        return {f"{section}.{key}": value for section, keys in _saved(file).items() for key, value in keys.items()}
+        return flat(_saved(file))
     except AttributeError:
         return None
 

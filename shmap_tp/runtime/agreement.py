@@ -23,6 +23,7 @@ from jax._src.distributed import global_state
 
 from shmap_tp.config.compose import to_dict
 from shmap_tp.config.schema import Config
+from shmap_tp.config.yaml_files import flat
 from shmap_tp.errors import LostProcessError, ShmapTpError, UserError
 
 PREFIX = "shmap_tp/agreement/"
@@ -33,9 +34,7 @@ READ_SECONDS = 5.0
 """How long process 0 waits, before it ends with an error, until the others have read that error."""
 PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.cache", "data.name", "data.source"}
 """Configuration keys that may differ between processes: paths on a host, also those of data.sources.  The
-contents of the data are compared."""
-PER_HOST_SECTIONS = {"log"}
-"""Sections that may differ: only process 0 logs."""
+contents of the data are compared.  Keys of `log` may differ, too: only process 0 logs."""
 
 
 def on_process_0(name: str, action: Callable[[], T]) -> T:
@@ -103,12 +102,8 @@ def require_agreement(name: str, facts: dict[str, Any], seconds: int | None = No
 
 def launch_facts(config: Config) -> dict[str, Any]:
     """What all processes must have in common before they use a device: configuration and versions, by name."""
-    values = {
-        f"{section}.{key}": value
-        for section, keys in to_dict(config).items()
-        for key, value in keys.items()
-        if section not in PER_HOST_SECTIONS and f"{section}.{key}" not in PER_HOST
-    }
+    values = flat(to_dict(config))
+    values = {key: values[key] for key in values if key not in PER_HOST and not key.startswith("log.")}
     values["data.sources"] = {name: source | {"dir": None} for name, source in values["data.sources"].items()}
     versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     return values | versions | {"the source code of shmap_tp (sha256)": _source_hash()}
@@ -148,12 +143,9 @@ def _differences(facts: list[dict[str, Any]]) -> list[str]:
 
 
 def _process_names(numbers: list[int]) -> str:
-    """ "process 3", "processes 0 and 2", or at most three of them and how many there are."""
-    if len(numbers) == 1:
-        return f"process {numbers[0]}"
-    if len(numbers) > 3:
-        return f"processes {', '.join(map(str, numbers[:3]))}, ... ({len(numbers)} in all)"
-    return f"processes {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+    """Such as "processes 0, 2": at most three of them, and how many there are."""
+    more = f", ... ({len(numbers)} in all)" if len(numbers) > 3 else ""
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:3]))}{more}"
 
 
 def _key(name: str) -> str:

@@ -80,22 +80,22 @@ def _initialize(config: Config, coordinator: Coordinator | None) -> None:
     explanation, so its limit is set a minute later.
     """
     processes, seconds = config.mesh.processes, config.run.join_timeout_seconds
-    arguments = {}
+    arguments = {"initialization_timeout": seconds + 60}
+    arguments["heartbeat_timeout_seconds"] = config.run.lost_timeout_seconds + 30
     if coordinator:
-        arguments = {
-            "coordinator_address": coordinator.address,
-            "coordinator_bind_address": None if coordinator.process_id else _bind_address(coordinator.address),
-            "num_processes": processes,
-            "process_id": coordinator.process_id,
-            "cluster_detection_method": "deactivate",
-        }
+        bound = None if coordinator.process_id else _bind_address(coordinator.address)
+        arguments |= {"coordinator_address": coordinator.address, "coordinator_bind_address": bound}
+        arguments |= {"num_processes": processes, "process_id": coordinator.process_id}
+        arguments["cluster_detection_method"] = "deactivate"
     jax.config.update("jax_enable_preemption_service", False)  # it would replace the SIGTERM handler of StopRequest
-    limits = {"initialization_timeout": seconds + 60, "heartbeat_timeout_seconds": config.run.lost_timeout_seconds + 30}
-    joining = in_background(lambda: jax.distributed.initialize(**arguments, **limits))
+    joining = in_background(lambda: jax.distributed.initialize(**arguments))
     try:
         joining.result(seconds)
     except TimeoutError:
-        exit_with_error(_join_timeout(processes, seconds))
+        number = global_state.process_id
+        waited = f"process {number} of {processes} waited {seconds} s (run.join_timeout_seconds) for the others"
+        reason = _why_not_joined(global_state.coordinator_address, number, processes)
+        exit_with_error(LostProcessError(f"{waited}: {reason}"))
     except (ValueError, RuntimeError) as error:
         raise _explain_failure(error, processes) from error
 
@@ -137,16 +137,8 @@ def _explain_failure(error: Exception, processes: int) -> UserError:
     )
 
 
-def _join_timeout(processes: int, seconds: int) -> LostProcessError:
-    """The error after `seconds` of waiting, with the most likely reason as seen from this process."""
-    address, process_id = global_state.coordinator_address, global_state.process_id
-    reason = _why_not_joined(address, process_id, processes)
-    return LostProcessError(
-        f"process {process_id} of {processes} waited {seconds} s (run.join_timeout_seconds) for the others: {reason}"
-    )
-
-
 def _why_not_joined(address: str | None, process_id: int, processes: int) -> str:
+    """The most likely reason as seen from this process."""
     if address is None:
         return "the environment of this TPU, GKE or Slurm job does not give the address of process 0"
     host, _, port = address.rpartition(":")

@@ -51,22 +51,20 @@ def distributed_session(
     From here on only process 0 prints to its stdout and stderr; the others print to log files.  `stop_event` is set
     when this process is asked to stop.
     """
-    several = config.mesh.processes > 1
+    if config.mesh.processes == 1:
+        initialize_distributed(config, coordinator)
+        return nullcontext()
     try:
-        if several and coordinator:
+        if coordinator:
             _redirect_output(config, coordinator.process_id)
         initialize_distributed(config, coordinator)
-        if several and not coordinator:
+        if not coordinator:
             _redirect_output(config, jax.process_index())
     except StoppedEarly:
-        if several:
-            exit_now(*STOPPED_EARLY)
-        raise
+        exit_now(*STOPPED_EARLY)
     except ShmapTpError as error:
-        if several:
-            exit_with_error(error)
-        raise
-    return Peers(stop_event, config.run.lost_timeout_seconds) if several else nullcontext()
+        exit_with_error(error)
+    return Peers(stop_event, config.run.lost_timeout_seconds)
 
 
 class Peers:

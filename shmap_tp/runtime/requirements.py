@@ -9,25 +9,11 @@ import os
 import sys
 
 PYTHON = (3, 11)
-PACKAGES = [
-    "jax",
-    "equinox",
-    "optax",
-    "orbax",
-    "tensorstore",
-    "etils",
-    "fsspec",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "hydra",
-    "omegaconf",
-    "yaml",
-    "jaxtyping",
-    "tqdm",
-    "matplotlib",
-    "tensorboardX",
-]
+_PACKAGES = """
+    jax equinox optax orbax tensorstore etils fsspec numpy safetensors tokenizers hydra omegaconf yaml jaxtyping tqdm
+    matplotlib tensorboardX
+"""
+PACKAGES = _PACKAGES.split()
 """The dependencies of pyproject.toml, by the names that are imported."""
 
 

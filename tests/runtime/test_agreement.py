@@ -22,8 +22,8 @@ def test_equal_processes_agree(monkeypatch):
 @pytest.mark.parametrize(
     "facts, message",
     [
-        ([{"a": 1}, {"a": 1}, {"a": 2}], "a is 1 on processes 0 and 1, 2 on process 2;"),
-        ([{"a": "x"}, {"a": None}, {}], "a is x on process 0, null on processes 1 and 2;"),
+        ([{"a": 1}, {"a": 1}, {"a": 2}], "a is 1 on processes 0, 1, 2 on process 2;"),
+        ([{"a": "x"}, {"a": None}, {}], "a is x on process 0, null on processes 1, 2;"),
         ([{c: 1 for c in "abcde"}, {c: 2 for c in "abcde"}], "c is 1 on process 0, 2 on process 1 (and 2 more);"),
         ([{"a": 1}] * 5 + [{"a": 2}], "a is 1 on processes 0, 1, 2, ... (5 in all), 2 on process 5;"),
     ],

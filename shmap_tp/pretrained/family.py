@@ -101,6 +101,11 @@ class Row:
         return self.theirs.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
 
+def with_rows(rows: Iterable[Row], *others: Row) -> tuple[Row, ...]:
+    """`rows`, in which `others` take the place of those of the same parameters."""
+    return (*(row for row in rows if row.ours not in {other.ours for other in others}), *others)
+
+
 def with_bias(ours: str, theirs: str, weight: str, bias: str) -> tuple[Row, Row]:
     """The rows of a matrix and its bias, of these patterns."""
     return Row(f"{ours}.weight", f"{theirs}.weight", weight), Row(f"{ours}.bias", f"{theirs}.bias", bias)

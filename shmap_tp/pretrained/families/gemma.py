@@ -7,17 +7,11 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in
-from shmap_tp.pretrained.families.llama import ROWS, SHAPE, whole_heads
-from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, ROWS, shape, whole_heads
+from shmap_tp.pretrained.family import Family, Key, Row, with_rows
 
 _TANH = "gelu_pytorch_tanh"
-_HEAD_DIM = Key("head_dim", ("head_dim",), 256)
-_SHAPE = (
-    *(key for key in SHAPE if key.theirs not in ("head_dim", "tie_word_embeddings")),
-    _HEAD_DIM,
-    Key("tie_word_embeddings", ("tie_embeddings",), True),
-    Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
-)
+_SHAPE = (*shape(head_dim=256, tie_word_embeddings=True), ATTENTION_BIAS)
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
@@ -52,10 +46,7 @@ _NORMS = {
     "blocks.mlp_norm.scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
     "blocks.mlp_output_norm.scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
 }
-_BOTH_NORMS = (
-    *(row for row in ROWS if row.ours not in _NORMS),
-    *(Row(ours, theirs, "d -> d") for ours, theirs in _NORMS.items()),
-)
+_BOTH_NORMS = with_rows(ROWS, *(Row(ours, theirs, "d -> d") for ours, theirs in _NORMS.items()))
 
 GEMMA2 = replace(
     GEMMA,
@@ -81,9 +72,10 @@ GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    keys=(
-        *(key for key in GEMMA2.keys if "softcapping" not in key.theirs),
-        Key("final_logit_softcapping", ("logit_softcap",), None),
+    keys=tuple(
+        replace(key, default=None) if key.theirs == "final_logit_softcapping" else key
+        for key in GEMMA2.keys
+        if key.theirs != "attn_logit_softcapping"
     ),
     fixed=GEMMA2.fixed | {"qk_norm": True},
     rotary=LocalRotaryKeys(RotaryKeys(default_base=1e6), local="rope_local_base_freq", default_local=10_000.0),

@@ -9,29 +9,24 @@ from shmap_tp.pretrained.config_json import RotaryKeys
 from shmap_tp.pretrained.family import GELUS, Family, Key, Row, layer_norm, with_bias
 
 _BLOCK = "transformer.h.{layer}."
+_KEYS = (
+    Key("n_embd", ("width",)),
+    Key("n_layer", ("layers",)),
+    Key("n_head", ("heads", "kv_heads")),
+    Key("n_inner", ("ffn",), lambda config: 4 * config["n_embd"]),
+    Key("vocab_size", ("vocabulary",)),
+    Key("layer_norm_epsilon", ("norm_epsilon",), 1e-5),
+    Key("activation_function", ("mlp",), "gelu_new", GELUS),
+)
+_FIXED = {"norm": "layernorm", "norm_bias": True, "mlp_bias": True}
 
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
-    keys=(
-        Key("n_embd", ("width",)),
-        Key("n_layer", ("layers",)),
-        Key("n_head", ("heads", "kv_heads")),
-        Key("n_inner", ("ffn",), lambda config: 4 * config["n_embd"]),
-        Key("vocab_size", ("vocabulary",)),
-        Key("layer_norm_epsilon", ("norm_epsilon",), 1e-5),
-        Key("activation_function", ("mlp",), "gelu_new", GELUS),
-        Key("tie_word_embeddings", ("tie_embeddings",), True),
-    ),
-    fixed={
-        "block": "sequential",
-        "norm": "layernorm",
-        "norm_bias": True,
-        "qkv_bias": True,
-        "attention_output_bias": True,
-        "mlp_bias": True,
-        "positions": "learned",
-    },
+    keys=(*_KEYS, Key("tie_word_embeddings", ("tie_embeddings",), True)),
+    fixed=_FIXED
+    | {"block": "sequential", "positions": "learned"}
+    | dict.fromkeys(("qkv_bias", "attention_output_bias"), True),
     derived=lambda config, where: {"head_dim": config["n_embd"] // config["n_head"]},
     context_key="n_positions",
     prefix="transformer.",
@@ -58,26 +53,13 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     model_type="gptj",
     keys=(
-        Key("n_embd", ("width",)),
-        Key("n_layer", ("layers",)),
-        Key("n_head", ("heads", "kv_heads")),
-        Key("n_inner", ("ffn",), lambda config: 4 * config["n_embd"]),
-        Key("vocab_size", ("vocabulary",)),
-        Key("layer_norm_epsilon", ("norm_epsilon",), 1e-5),
-        Key("activation_function", ("mlp",), "gelu_new", GELUS),
+        *_KEYS,
         Key("rotary_dim", ("rotary_dim",), lambda config: config["n_embd"] // config["n_head"]),
         Key("tie_word_embeddings", ("tie_embeddings",), False, {False: False}),
     ),
-    fixed={
-        "block": "parallel",
-        "norm": "layernorm",
-        "norm_bias": True,
-        "mlp_bias": True,
-        "head_bias": True,
-        "positions": "rotary",
-        "rotary_base": 10_000.0,
-        "rotary_pairing": "neighbouring",
-    },
+    fixed=_FIXED
+    | {"block": "parallel", "head_bias": True, "positions": "rotary"}
+    | {"rotary_base": 10_000.0, "rotary_pairing": "neighbouring"},
     derived=lambda config, where: {"head_dim": config["n_embd"] // config["n_head"]},
     context_key="n_positions",
     prefix="transformer.",
@@ -116,7 +98,7 @@ GPT_NEOX = Family(
         Key("attention_bias", ("qkv_bias", "attention_output_bias"), True),
         Key("tie_word_embeddings", ("tie_embeddings",), False),
     ),
-    fixed={"norm": "layernorm", "norm_bias": True, "mlp_bias": True, "positions": "rotary"},
+    fixed=_FIXED | {"positions": "rotary"},
     derived=lambda config, where: {"head_dim": config["hidden_size"] // config["num_attention_heads"]},
     prefix="gpt_neox.",
     rotary=RotaryKeys(base="rotary_emb_base", partial="rotary_pct", default_partial=0.25),

@@ -10,7 +10,7 @@ from typing import Any
 
 from shmap_tp.config.schema import ModelConfig, RotaryScaling
 from shmap_tp.pretrained.config_json import RotaryKeys, layer_types, pattern_in, require
-from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, without_mlp
+from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, FIXED, ROUTER_TRAINING, ROWS, shape, without_mlp
 from shmap_tp.pretrained.family import Family, Key, Row
 
 
@@ -33,14 +33,13 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 _LAYER = "model.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
-_DEFAULTS = {"head_dim": 64, "rms_norm_eps": 1e-5}
 GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     keys=(
-        *(replace(key, default=_DEFAULTS.get(key.theirs, key.default)) for key in SHAPE),
+        *shape(head_dim=64, rms_norm_eps=1e-5),
         Key("hidden_act", ("mlp",), "silu", {"silu": "clamped_swiglu"}),
-        Key("attention_bias", ("qkv_bias", "attention_output_bias"), True),
+        replace(ATTENTION_BIAS, default=True),
         Key("sliding_window", ("window",), 128),
         Key("num_local_experts", ("experts",), 128),
         Key("num_experts_per_tok", ("experts_per_token",), 4),

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shmap_tp.config.schema import ModelConfig
 from shmap_tp.pretrained.config_json import (
     LIST,
     SIZE,
@@ -21,7 +20,7 @@ from shmap_tp.pretrained.config_json import (
     require_one_of,
     shortest_pattern,
 )
-from shmap_tp.pretrained.family import Family, Key, Row, with_bias
+from shmap_tp.pretrained.family import Family, Key, Row, with_bias, with_rows
 
 SHAPE = (
     Key("hidden_size", ("width",)),
@@ -36,7 +35,15 @@ SHAPE = (
 )
 """What the families that descend from Llama have in common."""
 
+
+def shape(*without: str, **defaults: Any) -> tuple[Key, ...]:
+    """SHAPE without some keys, and with the `defaults` of others."""
+    kept = (key for key in SHAPE if key.theirs not in without)
+    return tuple(replace(key, default=defaults.get(key.theirs, key.default)) for key in kept)
+
+
 SWIGLU = Key("hidden_act", ("mlp",), "silu", {"silu": "swiglu"})
+ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "attention_output_bias"), False)
 
 _LAYER = "model.layers.{layer}."
 
@@ -79,12 +86,7 @@ FIXED = {"block": "sequential", "norm": "rmsnorm", "positions": "rotary"}
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
-    keys=(
-        *SHAPE,
-        SWIGLU,
-        Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
-        Key("mlp_bias", ("mlp_bias",), False),
-    ),
+    keys=(*SHAPE, SWIGLU, ATTENTION_BIAS, Key("mlp_bias", ("mlp_bias",), False)),
     fixed=FIXED,
     rows=ROWS,
     rotary=RotaryKeys(),
@@ -108,7 +110,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     keys=(
-        *(replace(key, default=1e-5) if key.theirs == "rms_norm_eps" else key for key in SHAPE),
+        *shape(rms_norm_eps=1e-5),
         SWIGLU,
         Key("sliding_window", ("window",), None),
         Key("num_local_experts", ("experts",), 8),
@@ -142,13 +144,9 @@ _FUSED = (
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
-    keys=(
-        *(replace(key, default=1e-5) if key.theirs == "rms_norm_eps" else key for key in SHAPE),
-        SWIGLU,
-        Key("sliding_window", ("window",), None),
-    ),
+    keys=(*shape(rms_norm_eps=1e-5), SWIGLU, Key("sliding_window", ("window",), None)),
     fixed=FIXED,
-    rows=(*(row for row in ROWS if row.ours not in {fused.ours for fused in _FUSED}), *_FUSED),
+    rows=with_rows(ROWS, *_FUSED),
     rotary=RotaryKeys(partial="partial_rotary_factor", scalings=()),
     ignored=frozenset({"original_max_position_embeddings"}),  # of LongRoPE
 )
@@ -170,23 +168,17 @@ def _smollm3_pattern(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"layer_pattern": [] if kinds == ["global"] else kinds}
 
 
-def _smollm3_layers(model: ModelConfig) -> dict[str, Any]:
-    return {"no_rope_layers": [int(kind != "nope") for kind in repeated(model.layer_pattern, model.layers)]}
-
-
 SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
-    keys=(
-        *(key for key in SHAPE if key.theirs != "tie_word_embeddings"),
-        Key("tie_word_embeddings", ("tie_embeddings",), True),
-        *LLAMA.keys[len(SHAPE) :],
-    ),
+    keys=(*shape(tie_word_embeddings=True), *LLAMA.keys[len(SHAPE) :]),
     fixed=FIXED,
     rows=LLAMA.rows,
     rotary=RotaryKeys(default_base=2e6),
     only={"use_sliding_window": (False,)},
     ignored=frozenset({"no_rope_layers", "no_rope_layer_interval", "layer_types", "sliding_window"}),
     derived=_smollm3_pattern,
-    write=_smollm3_layers,
+    write=lambda model: {
+        "no_rope_layers": [int(kind != "nope") for kind in repeated(model.layer_pattern, model.layers)]
+    },
 )

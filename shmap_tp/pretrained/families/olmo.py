@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in, require
-from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, SWIGLU
+from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, FIXED, ROUTER_TRAINING, ROWS, SWIGLU, shape
 from shmap_tp.pretrained.families.qwen import EXPERT_ROWS
-from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.family import Family, Key, Row, with_rows
 
 _LAYER = "model.layers.{layer}."
 _NORMS_OF_HEADS = (
@@ -27,13 +27,9 @@ _OWN = (
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
-    keys=(
-        *(replace(key, default=1e-5) if key.theirs == "rms_norm_eps" else key for key in SHAPE),
-        SWIGLU,
-        Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
-    ),
+    keys=(*shape(rms_norm_eps=1e-5), SWIGLU, ATTENTION_BIAS),
     fixed=FIXED | {"norm_placement": "after", "qk_norm": True, "qk_norm_across_heads": True},
-    rows=(*(row for row in ROWS if row.ours not in {own.ours for own in _OWN}), *_OWN),
+    rows=with_rows(ROWS, *_OWN),
     rotary=RotaryKeys(),
 )
 
@@ -67,7 +63,7 @@ OLMOE = Family(
         Key("norm_topk_prob", ("router_normalize",), False),
     ),
     fixed=FIXED | {"qk_norm": True, "qk_norm_across_heads": True},
-    rows=(*(row for row in EXPERT_ROWS if row.ours not in {own.ours for own in _NORMS_OF_HEADS}), *_NORMS_OF_HEADS),
+    rows=with_rows(EXPERT_ROWS, *_NORMS_OF_HEADS),
     rotary=RotaryKeys(),
     only={"clip_qkv": (None,)},
     ignored=ROUTER_TRAINING | {"num_local_experts", "head_dim"},

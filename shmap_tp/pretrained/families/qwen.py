@@ -2,10 +2,20 @@
 in every layer."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shmap_tp.pretrained.config_json import RotaryKeys
-from shmap_tp.pretrained.families.llama import FIXED, ROUTER_TRAINING, ROWS, SHAPE, SWIGLU, without_mlp
+from shmap_tp.pretrained.families.llama import (
+    ATTENTION_BIAS,
+    FIXED,
+    ROUTER_TRAINING,
+    ROWS,
+    SHAPE,
+    SWIGLU,
+    shape,
+    without_mlp,
+)
 from shmap_tp.pretrained.family import ContextLimit, Family, Key, Row
 
 
@@ -15,26 +25,23 @@ def _window(config: Mapping[str, Any]) -> ContextLimit | None:
     return ContextLimit.of("sliding_window", window) if used and window is not None else None
 
 
-_COMMON = {
-    "fixed": FIXED | {"qkv_bias": True},
-    "rows": ROWS,
-    "rotary": RotaryKeys(),
-    "window": _window,
-    "ignored": frozenset({"use_sliding_window", "sliding_window", "layer_types"}),
-}
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    keys=(*SHAPE, SWIGLU),
+    fixed=FIXED | {"qkv_bias": True},
+    rows=ROWS,
+    rotary=RotaryKeys(),
+    window=_window,
+    ignored=frozenset({"use_sliding_window", "sliding_window", "layer_types"}),
+)
 
-QWEN2 = Family(architecture="Qwen2ForCausalLM", model_type="qwen2", keys=(*SHAPE, SWIGLU), **_COMMON)
-
-_HEAD_DIM = Key("head_dim", ("head_dim",), 128)
-QWEN3 = Family(
+QWEN3 = replace(
+    QWEN2,
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    keys=(
-        *(_HEAD_DIM if key.theirs == "head_dim" else key for key in SHAPE),
-        SWIGLU,
-        Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
-    ),
-    **_COMMON | {"fixed": FIXED | {"qk_norm": True}},
+    keys=(*shape(head_dim=128), SWIGLU, ATTENTION_BIAS),
+    fixed=FIXED | {"qk_norm": True},
 )
 
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
@@ -45,15 +52,14 @@ EXPERT_ROWS = (
     Row("blocks.mlp.up.weight", _EXPERT + "up_proj.weight", "f d -> d f"),
     Row("blocks.mlp.down.weight", _EXPERT + "down_proj.weight", "d f -> f d"),
 )
-_MOE_SHAPE = tuple(key for key in SHAPE if key.theirs not in ("head_dim", "intermediate_size"))
-QWEN3_MOE = Family(
+QWEN3_MOE = replace(
+    QWEN3,
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     keys=(
-        *_MOE_SHAPE,
-        Key("head_dim", ("head_dim",), lambda config: config["hidden_size"] // config["num_attention_heads"]),
+        *shape("intermediate_size"),
         SWIGLU,
-        Key("attention_bias", ("qkv_bias", "attention_output_bias"), False),
+        ATTENTION_BIAS,
         Key("moe_intermediate_size", ("ffn",), 768),
         Key("num_experts", ("experts",), lambda config: config.get("num_local_experts", 128)),
         Key("num_experts_per_tok", ("experts_per_token",), 8),
@@ -61,9 +67,7 @@ QWEN3_MOE = Family(
     ),
     rows=EXPERT_ROWS,
     only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
-    **{key: value for key, value in _COMMON.items() if key not in ("fixed", "rows", "ignored")},
-    fixed=FIXED | {"qk_norm": True},
-    ignored=_COMMON["ignored"] | ROUTER_TRAINING | {"intermediate_size", "num_local_experts"},
+    ignored=QWEN3.ignored | ROUTER_TRAINING | {"intermediate_size", "num_local_experts"},
 )
 """intermediate_size is that of layers without experts, which are not supported.  The number of experts is
 num_local_experts in files of transformers 5."""

@@ -79,8 +79,8 @@ def test_splash_attention_adds_the_partial_dq_of_its_blocks():
 def test_exact_gelu_has_the_value_and_the_derivative_of_the_plain_version(dtype, tolerance):
     """The derivative of the bfloat16 version is compared with that of the float32 version."""
     x, gelu = np.linspace(-6, 6, 1001).astype(dtype), partial(jax.nn.gelu, approximate=False)
-    value, derivative = jax.jit(jax.vmap(jax.value_and_grad(exact_gelu)))(x)
-    np.testing.assert_array_equal(value, jax.jit(gelu)(x))
+    derivative = jax.jit(jax.vmap(jax.grad(exact_gelu)))(x)
+    np.testing.assert_array_equal(jax.jit(exact_gelu)(x), jax.jit(gelu)(x))
     plain = jax.jit(jax.vmap(jax.grad(gelu)))(x.astype("float32"))
     assert derivative.dtype == x.dtype
     np.testing.assert_allclose(derivative.astype("float32"), plain, atol=tolerance)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shmap_tp.command_model import add_sampling_arguments, joined, model_parser, open_model, sampling_options
+from shmap_tp import command_model
 from shmap_tp.errors import UserError
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 from shmap_tp.runtime.console import print_error, write_text
@@ -28,17 +28,12 @@ examples
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.chat`."""
-    parser = model_parser("chat", __doc__, EPILOG, several=False)
-    parser.add_argument("--template", metavar="FILE", help="a chat template in Jinja (default: that of the model)")
-    parser.add_argument("--system", metavar="TEXT", help="the system's message (default: that of the template)")
-    parser.add_argument(
-        "--template-argument",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="the value of a variable of the template (default: as the data was prepared)",
-    )
-    add_sampling_arguments(parser, max_new_tokens=512)
+    parser = command_model.model_parser("chat", __doc__, EPILOG, several=False)
+    add = parser.add_argument
+    add("--template", metavar="FILE", help="a chat template in Jinja (default: that of the model)")
+    add("--system", metavar="TEXT", help="the system's message (default: that of the template)")
+    add("--template-argument", action="append", default=[], metavar="NAME=VALUE", help="a variable of the template")
+    command_model.add_sampling_arguments(parser, max_new_tokens=512)
     return parser
 
 
@@ -47,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_intermixed_args(argv)
 
     def chat() -> None:
-        with joined(arguments):
+        with command_model.joined(arguments):
             _chat(_opened(arguments))
 
     return run_command(chat)
@@ -59,8 +54,8 @@ def _opened(arguments: argparse.Namespace) -> "Chat":
         from shmap_tp.data.chat_template import template_arguments
         from shmap_tp.inference.text import Chat, chat_template_of_model, tokenizer_of_model
 
-    options = sampling_options(arguments, decode_tokens=4)
-    model = open_model(arguments)
+    options = command_model.sampling_options(arguments, decode_tokens=4)
+    model = command_model.open_model(arguments)
     tokenizer = tokenizer_of_model(model, arguments.tokenizer)
     template = chat_template_of_model(model, arguments.template, template_arguments(arguments.template_argument))
     given = arguments.system, arguments.special_tokens_in_text

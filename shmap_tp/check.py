@@ -16,15 +16,7 @@ from shmap_tp.config.schema import AUTO, Config, DataConfig, MeshConfig, Resume
 from shmap_tp.config.sources import describe_shares, each_source, phases
 from shmap_tp.config.validate import keys_in_words, product_in_words, resolve_auto
 from shmap_tp.config.values import SCHEMES, value_of
-from shmap_tp.data.batches import (
-    check_alike,
-    check_pairs,
-    check_rows,
-    data_warning,
-    isolating_id,
-    isolating_token,
-    open_data,
-)
+from shmap_tp.data import batches
 from shmap_tp.data.location import bucket_messages, open_file_system, prepare_and_copy, prepare_command, stdlib_meta
 from shmap_tp.data.metadata import DTYPES, SPLITS, TOKENIZER, Meta, read_meta
 from shmap_tp.data.tokenizer import Bytes
@@ -62,7 +54,7 @@ def check(config: Config, export: str, components: ModelComponents, name: str | 
             check_places(config, slices)
         look = _data_for_slices if slices else _data
         sources = {source: look(data, config) for source, data in each_source(config.data).items()}
-        check_alike({source: meta for source, (*_, meta) in sources.items() if meta})
+        batches.check_alike({source: meta for source, (*_, meta) in sources.items() if meta})
         if slices:
             _check_checkpoints(config)
     except OSError as error:
@@ -138,12 +130,13 @@ def _data(data: DataConfig, config: Config) -> Found:
         return "looked at when a run starts", None, None
     if all((Path(data.dir) / f"{split}.bin").is_file() for split in SPLITS):
         meta = read_meta(Path(data.dir))
-        check_rows(meta, data, model)
-        isolating_id(meta, data, model)
-        check_pairs(meta, data, config.train)
-        return "prepared", data_warning(data, model, meta), meta
+        batches.check_rows(meta, data, model)
+        batches.isolating_id(meta, data, model)
+        batches.check_pairs(meta, data, config.train)
+        return "prepared", batches.data_warning(data, model, meta), meta
     if meta := stdlib_meta(data):
-        return f"not prepared; a run prepares it (data.source={data.source})", data_warning(data, model, meta), meta
+        what = f"not prepared; a run prepares it (data.source={data.source})"
+        return what, batches.data_warning(data, model, meta), meta
     more = "; --help lists other sources" if data.source is None else ""
     return f"not prepared; {prepare_command(data, model.from_pretrained, data.dir)}{more}", None, None
 
@@ -205,17 +198,17 @@ def _is_on_host(path: str) -> bool:
 def _data_for_slices(data: DataConfig, config: Config) -> Found:
     """What is in data.dir, one of the sources.  Raises UserError if the run could not train on it."""
     if stdlib := stdlib_meta(data):
-        warning = data_warning(data, config.model, stdlib)
+        warning = batches.data_warning(data, config.model, stdlib)
         return "prepared by each host from the Python library, which is only a test", warning, stdlib
     if "://" not in data.dir:
         return "looked at when a run starts", None, None
     streamed = replace(data, cache=None)
-    _, meta, _ = open_data(streamed, config.model, ())
-    check_pairs(meta, data, config.train)
-    isolating_token(streamed, config.model)
+    _, meta, _ = batches.open_data(streamed, config.model, ())
+    batches.check_pairs(meta, data, config.train)
+    batches.isolating_token(streamed, config.model)
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
         return "there; meta.json does not say which tokens, which are looked at when a run starts", None, meta
-    _, meta, companions = open_data(streamed, config.model, SPLITS)
+    _, meta, companions = batches.open_data(streamed, config.model, SPLITS)
     size = sum(meta.tokens.values()) * DTYPES[meta.dtype].itemsize
     if data.cache is not None and _is_on_host(data.cache) and size > BOOT_DISK:
         raise UserError(
@@ -223,7 +216,7 @@ def _data_for_slices(data: DataConfig, config: Config) -> Found:
             f"data.cache={data.cache}; use data.cache=null, which reads rows from the bucket"
         )
     what = f"{meta.tokens['train']:,} tokens, tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary}"
-    warning = data_warning(data, config.model, meta)
+    warning = batches.data_warning(data, config.model, meta)
     if warning is None and TOKENIZER not in companions and meta.tokenizer != Bytes.name:
         warning = f"warning: {data.dir} has no tokenizer.json of its data: no samples and no bits per byte"
     return what, warning, meta

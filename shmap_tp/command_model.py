@@ -42,45 +42,39 @@ def model_parser(command: str, description: str, epilog: str, *, several: bool) 
         epilog=epilog + PROCESSES if several else epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = parser.add_mutually_exclusive_group(required=True)
+    add, model = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--checkpoint", metavar="DIR", help="a run, its checkpoints, or one checkpoint")
     model.add_argument("--pretrained", metavar="DIR", help="a Hugging Face directory, or a name on the hub")
-    parser.add_argument("--adapter", metavar="DIR", help="with --pretrained: a directory of PEFT, an adapter of it")
-    parser.add_argument(
-        "--components", metavar="FILE.py:NAME", help="with --checkpoint: those that its run was trained with"
-    )
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
-    parser.add_argument(
+    add("--adapter", metavar="DIR", help="with --pretrained: a directory of PEFT, an adapter of it")
+    add("--components", metavar="FILE.py:NAME", help="with --checkpoint: those of its run")
+    add("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    add(
         "--dtype",
         choices=[each.value for each in HeldIn],
         default=HeldIn.auto,
         help="of weights and matrix products (auto: as the run; --pretrained: float32 on CPUs, bfloat16 elsewhere; "
         "int8: weights alone, for half their memory)",
     )
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
-    parser.add_argument("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json or bytes (default: that of the model)")
+    add("mesh", nargs="*", metavar="mesh.dp=N mesh.mp=N", help="the mesh (1, 1)")
     parser.set_defaults(mesh_keys=MESH_KEYS, processes=1, process_id=None, coordinator=None)
     if several:
-        parser.add_argument("--processes", type=int, metavar="N", help="number of processes, one per host (1)")
-        parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
-        parser.add_argument("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
+        add("--processes", type=int, metavar="N", help="number of processes, one per host (1)")
+        add("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")
+        add("--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port there")
     return parser
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """The flags of `sampling_options`."""
-    tokens = f"tokens of each answer ({max_new_tokens})"
-    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=tokens)
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="of seen tokens; 1 is none")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
-    parser.add_argument(
-        "--special-tokens-in-text",
-        action="store_true",
-        help="names of special tokens in what you write are these tokens (default: ordinary text)",
-    )
+    add, tokens = parser.add_argument, f"tokens of each answer ({max_new_tokens})"
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=tokens)
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (0)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the k likeliest tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest, of this sum")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="of seen tokens; 1 is none")
+    add("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
+    add("--special-tokens-in-text", action="store_true", help="names of special tokens are these tokens")
 
 
 def sampling_options(arguments: argparse.Namespace, **others: int) -> "Options":
@@ -116,10 +110,7 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
     mesh = mesh_sizes(arguments.mesh, arguments.mesh_keys)
     devices = math.prod(mesh.values())
     if devices % arguments.processes:
-        raise UserError(
-            f"mesh.dp x mesh.mp = {devices} devices are not divisible by --processes {arguments.processes}; "
-            f"name the mesh of all devices"
-        )
+        raise UserError(f"--processes {arguments.processes} does not divide the {devices} devices of mesh.dp x mesh.mp")
 
     with importing():
         import jax

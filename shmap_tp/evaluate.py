@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shmap_tp.command_model import MESH_KEYS, joined, model_parser, open_model
+from shmap_tp import command_model
 from shmap_tp.config.schema import Documents
 from shmap_tp.config.sources import each_source
 from shmap_tp.config.values import SCHEMES, check_path
@@ -31,37 +31,22 @@ ONLY_OF_TASKS = "tasks_dir", "limit", "fewshot", "apply_chat_template"
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.evaluate`."""
-    parser = model_parser("evaluate", DESCRIPTION, EPILOG, several=True)
-    parser.set_defaults(mesh_keys=(*MESH_KEYS, "mesh.cp"))
-    parser.add_argument("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
-    parser.add_argument(
-        "--text",
-        action="append",
-        metavar="PATH",
-        help="text instead of --data: files of text or records, or directories of them; may be given several times",
-    )
-    parser.add_argument("--field", metavar="NAME", help="the field with the text of a record in --text (text)")
-    parser.add_argument("--split", choices=["validation", "train"], help="which file of it (validation)")
-    parser.add_argument(
-        "--documents",
-        choices=[each.value for each in Documents],
-        help="whether a token sees the documents before its own (default: data.documents of the run, or isolated)",
-    )
-    parser.add_argument("--sequences", type=int, metavar="N", help="only the first N sequences of the file")
-    parser.add_argument(
-        "--tasks", type=_names, metavar="NAME,...", help="tasks of lm-evaluation-harness instead of a token file"
-    )
-    parser.add_argument("--tasks-dir", metavar="DIR", help="YAML files of more tasks")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
-    parser.add_argument("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
-    parser.add_argument(
-        "--apply-chat-template",
-        action="store_true",
-        default=None,
-        help="put the tasks' questions as messages, by the chat template of the model",
-    )
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="sequences that are computed at a time (16)")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser = command_model.model_parser("evaluate", DESCRIPTION, EPILOG, several=True)
+    parser.set_defaults(mesh_keys=(*command_model.MESH_KEYS, "mesh.cp"))
+    add = parser.add_argument
+    add("--data", metavar="DIR", help="a directory of shmap_tp.prepare (default: data.dir of the run)")
+    add("--text", action="append", metavar="PATH", help="a file or directory of text in place of --data; repeatable")
+    add("--field", metavar="NAME", help="the field with the text of a record in --text (text)")
+    add("--split", choices=["validation", "train"], help="which file of it (validation)")
+    add("--documents", choices=[*map(str, Documents)], help="does a token see earlier ones? (as in the run)")
+    add("--sequences", type=int, metavar="N", help="only the first N sequences of the file")
+    add("--tasks", type=_names, metavar="NAME,...", help="tasks of lm-evaluation-harness, not of text")
+    add("--tasks-dir", metavar="DIR", help="YAML files of more tasks")
+    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    add("--fewshot", type=int, metavar="N", help="examples before each document (default: the task's)")
+    add("--apply-chat-template", action="store_true", default=None, help="put the tasks' questions as messages")
+    add("--batch", type=int, default=16, metavar="N", help="sequences that are computed at a time (16)")
+    add("--json", action="store_true", help="print one line of JSON")
     return parser
 
 
@@ -100,7 +85,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if arguments.data is not None:
         check_path("--data", arguments.data, SCHEMES["data.dir"])
     texts = _texts(arguments) if arguments.text else None
-    with joined(arguments, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest()):
+    with command_model.joined(arguments, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest()):
         result = _evaluate_tasks(arguments) if arguments.tasks else _evaluate_tokens(arguments, texts)
         print(json.dumps(result) if arguments.json else _table(result), flush=True)
 
@@ -138,7 +123,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> dict:
         raise UserError(f"--tasks needs lm-evaluation-harness: pip install -e '.[evaluate]'\n{error}") from error
     from shmap_tp.inference.text import chat_template_of_model, tokenizer_of_model
 
-    model = open_model(arguments)
+    model = command_model.open_model(arguments)
     template = chat_template_of_model(model, None) if arguments.apply_chat_template else None
     adaptor = HarnessModel(model, tokenizer_of_model(model, arguments.tokenizer), arguments.batch, template)
     settings = {"limit": arguments.limit, "num_fewshot": arguments.fewshot, "apply_chat_template": template is not None}
@@ -162,7 +147,7 @@ def _evaluate_tokens(arguments: argparse.Namespace, texts: list[str] | None) -> 
         from shmap_tp.inference.scoring import evaluate_file, evaluate_text
         from shmap_tp.inference.text import tokenizer_of_model
 
-    model = open_model(arguments)
+    model = command_model.open_model(arguments)
     data = model.config.data
     if data.sources and arguments.data is None and texts is None:
         places = ", ".join(f"{each.dir} ({name})" for name, each in each_source(data).items())

@@ -10,14 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from shmap_tp.command_model import (
-    add_sampling_arguments,
-    is_first_process,
-    joined,
-    model_parser,
-    open_model,
-    sampling_options,
-)
+from shmap_tp import command_model
 from shmap_tp.errors import StorageError, UserError, refuse_first
 from shmap_tp.runtime.command_line import end_without_readers, importing, run_command
 from shmap_tp.runtime.console import write_text
@@ -37,19 +30,16 @@ The mesh is (1, 1) where mesh.dp and mesh.mp are not given; on accelerators dp x
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.generate`."""
-    parser = model_parser("generate", __doc__, EPILOG, several=True)
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
-    parser.add_argument(
-        "--prompts", metavar="FILE", help="one prompt per line; in .jsonl the field `prompt`; - is stdin"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="write lines of JSON instead of printing; FILE.partial until all are there"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the file of --out")
-    add_sampling_arguments(parser, max_new_tokens=200)
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer before this text")
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="prompts that are answered at a time (16)")
+    parser = command_model.model_parser("generate", __doc__, EPILOG, several=True)
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    add("--prompts", metavar="FILE", help="a prompt per line; in .jsonl the field `prompt`; - is stdin")
+    add("--out", metavar="FILE", help="lines of JSON, not printed; FILE.partial until all are there")
+    add("--overwrite", action="store_true", help="replace the file of --out")
+    command_model.add_sampling_arguments(parser, max_new_tokens=200)
+    add("--samples", type=int, default=1, metavar="N", help="answers to each prompt (1)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends an answer before this text")
+    add("--batch", type=int, default=16, metavar="N", help="prompts that are answered at a time (16)")
     return parser
 
 
@@ -71,17 +61,16 @@ def _generate(arguments: argparse.Namespace) -> None:
 
         from shmap_tp.inference.text import answers, encode_prompts, tokenizer_of_model
 
-    options = sampling_options(arguments, samples=arguments.samples, decode_tokens=8)
-    with joined(arguments, prompts=prompts), ExitStack() as stack:
-        out = _open_out(arguments, stack) if arguments.out and is_first_process() else None
-        model = open_model(arguments)
+    options = command_model.sampling_options(arguments, samples=arguments.samples, decode_tokens=8)
+    with command_model.joined(arguments, prompts=prompts), ExitStack() as stack:
+        out = _open_out(arguments, stack) if arguments.out and command_model.is_first_process() else None
+        model = command_model.open_model(arguments)
         tokenizer = tokenizer_of_model(model, arguments.tokenizer)
         ids = encode_prompts(tokenizer, prompts, special_tokens_in_text=arguments.special_tokens_in_text)
-        if is_first_process():
+        if command_model.is_first_process():
             _say_if_short(model.config.model.context, max(map(len, ids)), options.max_new_tokens)
-        answer = partial(
-            answers, model.generation_programs, model.parameters, tokenizer, options=options, stop=arguments.stop
-        )
+        given = model.generation_programs, model.parameters, tokenizer
+        answer = partial(answers, *given, options=options, stop=arguments.stop)
         hidden = None if out else True  # None: where stderr is no terminal
         for first in tqdm(range(0, len(prompts), arguments.batch), unit=" batches", disable=hidden):
             part = prompts[first : first + arguments.batch]
@@ -95,9 +84,7 @@ def _say_if_short(context: int, longest: int, new: int) -> None:
     """Say on stderr if the context has no room for `new` tokens after a prompt of `longest` tokens."""
     room = context - longest
     if 0 < room < new:
-        print(
-            f"model.context={context} ends answers after {room} tokens, before --max-new-tokens {new}", file=sys.stderr
-        )
+        print(f"model.context={context} ends answers after {room} tokens, not --max-new-tokens {new}", file=sys.stderr)
 
 
 def _faults(arguments: argparse.Namespace, prompts: list[str]) -> Iterator[str]:

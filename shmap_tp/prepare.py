@@ -17,114 +17,56 @@ from shmap_tp.errors import UserError, refuse_first
 from shmap_tp.runtime.command_line import end_without_readers, importing, raising, run_command
 
 if TYPE_CHECKING:
-    from shmap_tp.data.prepare import Source
     from shmap_tp.data.subwords import Subwords
     from shmap_tp.data.tokenizer import Bytes
+    from shmap_tp.data.tokenizing import DocumentSource
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.prepare`."""
     parser = argparse.ArgumentParser(prog="python -m shmap_tp.prepare", description=__doc__.splitlines()[0])
     _add_sources(parser)
-    parser.add_argument(
-        "--out", required=True, metavar="DIR", help="directory for train.bin, validation.bin, meta.json"
+    add, choose = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("--out", required=True, metavar="DIR", help="directory of train.bin, validation.bin, meta.json")
+    choose(
+        "--tokenizer", default="bytes", metavar="NAME", help="bytes (default), a file, a model's directory or hub name"
     )
-    tokenizer = parser.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME",
-        help="bytes (default), a JSON file, a model's directory, a hub name",
-    )
-    tokenizer.add_argument(
-        "--train-tokenizer", type=int, metavar="N", help="train a tokenizer of N ids on the text (byte-level BPE)"
-    )
-    parser.add_argument(
-        "--end-of-text", metavar="TOKEN", help="the token after each document (default: the model's, or <|endoftext|>)"
-    )
-    parser.add_argument(
-        "--endings",
-        nargs="+",
-        metavar=".EXT",
-        help="which files are read in a directory of --text (those above, and .txt)",
-    )
-    parser.add_argument("--field", metavar="NAME", help="the field or column with the text (text)")
+    choose("--train-tokenizer", type=int, metavar="N", help="train a tokenizer of N ids on the text")
+    add("--end-of-text", metavar="TOKEN", help="the token after each document (default: the model's, or <|endoftext|>)")
+    add("--endings", nargs="+", metavar=".EXT", help="the files of a directory of --text (those above, and .txt)")
+    add("--field", metavar="NAME", help="the field or column with the text (text)")
     _add_rendering(parser)
-    parser.add_argument(
-        "--validation",
-        type=float,
-        default=0.01,
-        metavar="FRACTION",
-        help="share of the text that is for validation, by size (0.01)",
-    )
-    parser.add_argument(
-        "--pack",
-        type=int,
-        metavar="T",
-        help="put whole documents into rows of T tokens, for runs with model.context=T and isolated documents (for "
-        "conversations: 2048, or the model's limit)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes that tokenize large files (default: those of the machine, if that is faster)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace data that was prepared in --out before")
+    add("--validation", type=float, default=0.01, metavar="SHARE", help="of the text for validation, by size (0.01)")
+    add("--pack", type=int, metavar="T", help="whole documents in rows of T=model.context tokens (conversations: 2048)")
+    add("--workers", type=int, metavar="N", help="processes that tokenize large files (default: those of the machine)")
+    add("--overwrite", action="store_true", help="replace data that was prepared in --out before")
     return parser
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> None:
     """The options of which one must be given."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--source",
-        choices=["stdlib", "conversations"],
-        help="stdlib: the Python standard library of this machine; conversations: some examples; both without download",
-    )
-    source.add_argument(
-        "--text", nargs="+", metavar="PATH", help="text, .jsonl, .parquet or .arrow files, .gz, .zst, directories, URLs"
-    )
-    source.add_argument(
-        "--chat",
-        nargs="+",
-        metavar="PATH",
-        help="conversations: .jsonl, .json, .parquet or .arrow files, directories, URLs; the loss counts the answers",
-    )
-    source.add_argument(
-        "--preferences",
-        nargs="+",
-        metavar="PATH",
-        help="pairs of a chosen and a rejected answer, in files as of --chat; the loss counts these answers",
-    )
-    source.add_argument(
-        "--dataset", metavar="NAME", help="a Hugging Face data set: its name on the hub, or its directory"
-    )
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--source", choices=["stdlib", "conversations"], help="Python's standard library, or example conversations")
+    add("--text", nargs="+", metavar="PATH", help="text, .jsonl, .parquet, .arrow files, .gz, .zst, directories, URLs")
+    add("--chat", nargs="+", metavar="PATH", help="conversations, in such files or .json; the loss counts the answers")
+    add("--preferences", nargs="+", metavar="PATH", help="pairs of chosen and rejected answers, in files as of --chat")
+    add("--dataset", metavar="NAME", help="a Hugging Face data set: a name on the hub, or a directory")
 
 
 def _add_rendering(parser: argparse.ArgumentParser) -> None:
     """The options of conversations and preference pairs."""
-    group = parser.add_argument_group("conversations and preference pairs")
-    group.add_argument("--template", metavar="FILE", help="a chat template in Jinja (default: that of --tokenizer DIR)")
-    group.add_argument(
+    add = parser.add_argument_group("conversations and preference pairs").add_argument
+    add("--template", metavar="FILE", help="a chat template in Jinja (default: that of --tokenizer DIR)")
+    add(
         "--template-argument",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="the value of a variable of the template, such as enable_thinking=false",
+        help="a variable of it, such as enable_thinking=false",
     )
-    group.add_argument(
-        "--date",
-        type=date.fromisoformat,
-        metavar="YYYY-MM-DD",
-        help="what the clock of the template says (default: today)",
-    )
-    group.add_argument(
-        "--special-tokens-in-text",
-        action="store_true",
-        help="names of special tokens in contents are these tokens (default: ordinary text)",
-    )
-    group.add_argument("--cut", action="store_true", help="cut the ends of those that are longer than --pack")
+    add("--date", type=date.fromisoformat, metavar="YYYY-MM-DD", help="the template's clock (today)")
+    add("--special-tokens-in-text", action="store_true", help="names of special tokens in contents are these tokens")
+    add("--cut", action="store_true", help="cut the ends of those that are longer than --pack")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,7 +98,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     """Prepare the data, and print what they are.  Raises UserError."""
     with importing():
         from shmap_tp.data.metadata import SPLITS
-        from shmap_tp.data.prepare import prepare
+        from shmap_tp.data.preparation import prepare
         from shmap_tp.data.staging import has_parts
         from shmap_tp.data.tokenizing import default_workers
 
@@ -185,11 +127,11 @@ def _prepare(arguments: argparse.Namespace) -> None:
     print(f"{arguments.out}: {train} training tokens, {validation} validation tokens ({meta['tokenizer']}, {size})")
 
 
-def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords", int | None]:
+def _texts(arguments: argparse.Namespace) -> tuple["DocumentSource", "Bytes | Subwords", int | None]:
     """(the text that the arguments name, to be read once; its tokenizer; tokens of a row).  Raises UserError."""
     with importing():
         from shmap_tp.data import text_sources
-        from shmap_tp.data.prepare import check_out
+        from shmap_tp.data.preparation import check_out
         from shmap_tp.data.subwords import train_tokenizer
         from shmap_tp.data.text_directory import open_tokenizer
 
@@ -214,7 +156,7 @@ def _texts(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords",
     return source(), tokenizer, arguments.pack
 
 
-def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Subwords", int]:
+def _conversations(arguments: argparse.Namespace) -> tuple["DocumentSource", "Bytes | Subwords", int]:
     """As `_texts`, of conversations or preference pairs.  Raises UserError."""
     with importing():
         from shmap_tp.data import conversations, example_conversations
@@ -245,8 +187,7 @@ def _conversations(arguments: argparse.Namespace) -> tuple["Source", "Bytes | Su
         label, rows = ", ".join(Path(path).name for path in paths), partial(records_of, files)
     row = arguments.pack or row
     limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
-    limits["special_tokens_in_text"] = arguments.special_tokens_in_text
-    limits["kind"] = conversations.PAIRS if arguments.preferences else conversations.CONVERSATIONS
+    limits |= {"special_tokens_in_text": arguments.special_tokens_in_text, "pairs": bool(arguments.preferences)}
     return conversations.ChatSource(label, rows, template, text, **limits), tokenizer, row
 
 

@@ -104,10 +104,7 @@ def run(argv: Sequence[str] | None = None, command: str = "python main.py") -> N
         code = main(argv, command)
     except KeyboardInterrupt:
         code = INTERRUPTED
-        print(
-            "interrupted without saving: --resume continues from the newest checkpoint, if there is one",
-            file=sys.stderr,
-        )
+        print("interrupted without saving: --resume continues from the newest checkpoint, if any", file=sys.stderr)
     for number in (signal.SIGTERM, signal.SIGINT):  # all is saved; the interpreter may still wait for threads
         signal.signal(number, lambda *_: os._exit(code))
     if code and "jax" in sys.modules and not sys.modules["jax"].distributed.is_initialized():
@@ -139,11 +136,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--cfg", metavar="FILE", help=as_installed("configuration file, for example conf/config.yaml"))
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     parser.add_argument("--check", action="store_true", help="check the configuration, print a summary, and end")
-    parser.add_argument(
-        "--type",
-        help="with --check: would it train on new TPU slices of TYPE, such as v3-32 or 2xv5litepod-256; looks into the "
-        "buckets of data.dir and checkpoint.dir",
-    )
+    parser.add_argument("--type", help="with --check: on new TPU slices, such as v3-32 or 2xv5litepod-256")
     parser.add_argument("--components", metavar="FILE.py:NAME", help="blocks, optimizer, ... of your own: a Components")
     parser.add_argument("--processes", type=int, metavar="N", help="number of processes; sets mesh.processes")
     parser.add_argument("--process-id", type=int, metavar="I", help="number of this process, 0 to N-1")

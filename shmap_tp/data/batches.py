@@ -22,12 +22,12 @@ from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig, T
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.device_batch import ReadAhead, host_shards, on_devices
-from shmap_tp.data.location import Bucket, copy_files, open_bucket, prepared_directory
+from shmap_tp.data.location import Bucket, copy_files, prepared_directory
 from shmap_tp.data.metadata import COMPANIONS, META, SPLITS, TEMPLATE, TOKENIZER, Meta, read_companions, read_meta
 from shmap_tp.data.order import ORDER, DataOrder, source_key
 from shmap_tp.data.subwords import has_sha256
 from shmap_tp.data.text_directory import TextDirectory
-from shmap_tp.data.token_files import AnyTokenFile, BucketTokenFile, data_identity, open_token_file
+from shmap_tp.data.token_files import TokenFile, data_identity
 from shmap_tp.data.tokenizer import Bytes, TextBytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.layers.context import IGNORE
@@ -35,9 +35,12 @@ from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, read_file
 from shmap_tp.runtime.workers import in_background
 
+Companions = dict[str, bytes]
+"""The files beside meta.json that belong to a run, by name."""
+
 
 def training_rows(
-    files: Sequence[AnyTokenFile], order: DataOrder, step: int, batch: int, first: int, last: int
+    files: Sequence[TokenFile], order: DataOrder, step: int, batch: int, first: int, last: int
 ) -> Int32[np.ndarray, "rows tokens"]:
     """Rows first .. last - 1 of the `batch` rows of a step, [last - first, T + 1].  Steps are counted from 0.
 
@@ -50,21 +53,14 @@ def training_rows(
         return files[0].read(sequence)
     rows = np.empty((last - first, files[0].context + 1), np.int32)
     reads = {number: partial(files[number].read, sequence[source == number]) for number in np.unique(source)}
-    remote = any(isinstance(files[number], BucketTokenFile) for number in reads)
+    remote = any(files[number].is_remote for number in reads)
     parts = [in_background(read).result for read in reads.values()] if remote else reads.values()
     for number, part in zip(reads, parts, strict=True):
         rows[source == number] = part()
     return rows
 
 
-def validation_batch_count(file: AnyTokenFile, wanted: int, batch: int) -> int:
-    """Number of validation batches: `wanted`, or as many as the file has; the last one may not be full."""
-    return min(wanted, -(-len(file) // batch))
-
-
-def validation_rows(
-    file: AnyTokenFile, index: int, batch: int, first: int, last: int
-) -> Int32[np.ndarray, "rows tokens"]:
+def validation_rows(file: TokenFile, index: int, batch: int, first: int, last: int) -> Int32[np.ndarray, "rows tokens"]:
     """Rows first .. last - 1 of validation batch `index`, [last - first, T + 1], in file order.
 
     Rows without targets fill the last batch.
@@ -75,16 +71,12 @@ def validation_rows(
     return np.pad(rows, [(0, len(numbers) - len(rows)), (0, 0)], constant_values=IGNORE)
 
 
-def open_data(
-    data: DataConfig, model: ModelConfig, splits: Sequence[str]
-) -> tuple[list[AnyTokenFile], Meta, dict[str, bytes]]:
+def open_data(data: DataConfig, model: ModelConfig, splits: Sequence[str]) -> tuple[list[TokenFile], Meta, Companions]:
     """(the token files of `splits` for `model`, meta.json, the files beside it that belong to the run)."""
     sizes = {"context": model.context, "vocabulary": model.vocabulary}
     place, meta, companions = _open_meta(data, model)
     check_rows(meta, data, model)
-    if isinstance(place, Bucket):
-        return [BucketTokenFile(place, split, meta, **sizes) for split in splits], meta, companions
-    return [open_token_file(place, split, **sizes) for split in splits], meta, companions
+    return [TokenFile(place, split, meta, **sizes) for split in splits], meta, companions
 
 
 def check_rows(meta: Meta, data: DataConfig, model: ModelConfig) -> None:
@@ -116,10 +108,10 @@ def check_pairs(meta: Meta, data: DataConfig, train: TrainConfig) -> None:
     )
 
 
-def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, dict[str, bytes]]:
+def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Meta, Companions]:
     """(where the token files are, meta.json, the files beside it that belong to the run)."""
     if "://" in data.dir and data.cache is None:
-        bucket = open_bucket(data, model.from_pretrained)
+        bucket = Bucket(data, model.from_pretrained)
         try:
             with TemporaryDirectory() as small:
                 copy_files(bucket, Path(small), bucket.files.keys() & {META, *COMPANIONS})
@@ -189,13 +181,13 @@ TOKENIZER_FACTS = ("tokenizer", "tokenizer_sha256", "vocabulary", "end_of_text")
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One of the directories that a run reads: its token files, and what meta.json says."""
 
     data: DataConfig
     """Its settings alone."""
-    train: AnyTokenFile
-    validation: AnyTokenFile
+    train: TokenFile
+    validation: TokenFile
     meta: Meta
     companions: dict[str, bytes]
     """The files beside it that belong to the run, by name."""
@@ -213,18 +205,18 @@ def check_alike(metas: dict[str, Meta]) -> None:
             )
 
 
-def open_sources(config: Config) -> dict[str, Source]:
+def open_sources(config: Config) -> dict[str, DataSource]:
     """The sources of a run by name; data.dir has the name "".
 
     Raises UserError if one cannot be used, or two cannot be mixed: they have different tokenizers, or the same tokens.
     """
-    found: dict[str, Source] = {}
+    found: dict[str, DataSource] = {}
     for name, data in each_source(config.data).items():
         (train, validation), meta, companions = open_data(data, config.model, SPLITS)
         if warning := data_warning(data, config.model, meta, max(train.largest, validation.largest)):
             print_on_process_0(warning)
         check_pairs(meta, data, config.train)
-        found[name] = Source(data, train, validation, meta, companions)
+        found[name] = DataSource(data, train, validation, meta, companions)
     check_alike({name: source.meta for name, source in found.items()})
     by_content: dict[str, str] = {}
     for name, source in found.items():
@@ -271,8 +263,8 @@ class Batches:
             self.companions = each.companions | self.companions
         self._isolated = isolating_id(first.meta, first.data, config.model)
         self.identity = self._identity(config)
-        self.validation_counts = {
-            name: validation_batch_count(source.validation, config.evaluate.batches, self._batch)
+        self.validation_counts = {  # the last one may not be full
+            name: min(config.evaluate.batches, -(-len(source.validation) // self._batch))
             for name, source in self._sources.items()
         }
         self.weights = {name: float(self._phases[-1].shares.get(name, 0)) for name in self._sources}
@@ -345,9 +337,7 @@ class Batches:
         if "" in each:
             return each[""]
         common = {key: value for key, value in next(iter(each.values())).items() if key not in SPLITS}
-        shares = {
-            str(phase.first): {name: str(share) for name, share in phase.shares.items()} for phase in self._phases
-        }
+        shares = {str(each.first): {name: str(share) for name, share in each.shares.items()} for each in self._phases}
         files = {name: {split: identity[split] for split in SPLITS} for name, identity in each.items()}
         return common | {"sources": files, "phases": shares}
 
@@ -366,7 +356,7 @@ class Batches:
     def _shards(self, rows: Callable[[int, int, int], np.ndarray], count: int) -> Callable[[int], list[np.ndarray]]:
         """`host_shards` of batch 0 .. `count` - 1, a function of its number; `rows(number, first, last)` are its rows
         first .. last - 1.  Where the data is in a bucket, the next ones are read early."""
-        remote = any(isinstance(file, BucketTokenFile) for file in self._files)
+        remote = any(file.is_remote for file in self._files)
 
         def read(number: int) -> list[np.ndarray]:
             return host_shards(partial(rows, number), self._tokens.sharding, self._tokens.shape, concurrently=remote)

@@ -125,9 +125,7 @@ class ChatTemplate:
         named = [each if each.get("content", "") is not None else each | {"content": name} for each in messages]
         other = self._rendered(given | {"messages": named})
         if name in other and other.replace(name, "None") == text:
-            raise UserError(
-                f'{self._place} writes the content null of a message as None; write "" there, or use another template'
-            )
+            raise UserError(f'{self._place} writes the content null of a message as None; write "" there, or change it')
 
     def _up_to(self, message: str, text: str) -> str:
         """`text` up to the end of its last message, whose outer spaces the template may have removed."""
@@ -141,9 +139,7 @@ class ChatTemplate:
 def refuse_marks(text: str, but: str = "") -> None:
     """Raise UserError if a text has one of MARKS, by which it would pass for a part of the template or a token."""
     if found := {*text} & {*MARKS} - {*but}:
-        raise UserError(
-            f"a text has the noncharacter U+{ord(min(found)):X} of Unicode, which stands for nothing; remove it"
-        )
+        raise UserError(f"a text has the noncharacter U+{ord(min(found)):X} of Unicode, which means nothing; remove it")
 
 
 def _compiled(text: str, now: Callable[[], datetime]) -> Any:

@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Int32
 from tqdm import tqdm
 
-from shmap_tp.data.chat_template import ChatTemplate, Message, Span
+from shmap_tp.data.chat_template import ChatTemplate, Span
 from shmap_tp.data.messages import ASSISTANT, Conversation, conversation, pair
 from shmap_tp.data.metadata import CONFIG, GENERATION, TEMPLATE, TOKENIZER
 from shmap_tp.data.subwords import Subwords, quoted
@@ -76,11 +76,10 @@ def _answer(given: Conversation, turn: int, template: ChatTemplate, ends: re.Pat
     spans = [span for span in marked if span[0] >= len(asked)]
     *before, (first, last) = spans or [(len(asked), len(text))]
     stop = _end_token(text, first, last, ends)
-    if not any(text[a:b].strip() for a, b in [*before, (first, last)]) and _says_something(given.messages[turn]):
-        raise UserError(
-            f"the chat template does not write the answer {turn}, so that nothing of it would be learned; "
-            f"give another: --template FILE"
-        )
+    message = given.messages[turn]
+    says_something = (message["content"] or "").strip() or message.get("tool_calls")
+    if says_something and not any(text[a:b].strip() for a, b in [*before, (first, last)]):
+        raise UserError(f"the chat template does not write the answer {turn}; give another: --template FILE")
     return Sample(text, [*before, (first, stop or last)], stop is not None)
 
 
@@ -101,17 +100,11 @@ def _behind(asked: str, text: str, marked: list[Span], turn: int) -> tuple[str, 
     )
 
 
-def _says_something(message: Message) -> bool:
-    return bool((message["content"] or "").strip() or message.get("tool_calls"))
-
-
 def _end_token(text: str, first: int, last: int, ends: re.Pattern[str]) -> int | None:
     """The end of the token that ends the answer text[first:last], within it or after it; None if there is none."""
-    inside = [found.end() for found in ends.finditer(text, first, last) if not text[found.end() : last].strip()]
-    if inside:
-        return inside[0]
-    after = ends.match(text, last)
-    return after.end() if after else None
+    inside = (found for found in ends.finditer(text, first, last) if not text[found.end() : last].strip())
+    found = next(inside, None) or ends.match(text, last)
+    return found.end() if found else None
 
 
 def marked_tokens(sample: Sample, ids: np.ndarray, places: np.ndarray, end_of_text: int) -> Int32[np.ndarray, " _"]:
@@ -128,46 +121,9 @@ def marked_tokens(sample: Sample, ids: np.ndarray, places: np.ndarray, end_of_te
     return np.where(counted, ids, ~ids)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What the records of files are."""
-
-    name: str
-    """Their name in messages."""
-    document: str
-    """The name of one of their documents."""
-    read: Callable[[Any, str], Sequence[Conversation]]
-    """The conversations of a record that is read at a place: one, or two of a pair; none if its answers are equal."""
-    documents: Callable[[Sequence[Conversation], ChatTemplate, re.Pattern[str]], list[list[Sample]]]
-    """The documents of a record, each of one or more samples, from its conversations; see `samples_of`."""
-
-
-CONVERSATIONS = Kind(
-    "conversations",
-    "sample",
-    lambda row, place: [conversation(row, place)],
-    lambda given, template, ends: [[sample] for each in given for sample in samples_of(each, template, ends)],
-)
-
-
-def _pair_documents(given: Sequence[Conversation], template: ChatTemplate, ends: re.Pattern[str]) -> list[list[Sample]]:
-    """The pair of a record, if it is one.  Raises UserError as `samples_of` does."""
-    sides = [samples_of(each, template, ends) for each in given]
-    if several := [each.place for each, samples in zip(given, sides, strict=True) if len(samples) > 1]:
-        raise UserError(
-            f"{several[0]}: an answer has several assistant turns, and the chat template ends turns with no special "
-            f"token, or writes earlier ones in another way than the last;\nput those before the last one into the "
-            f"prompt"
-        )
-    return [[sample for (sample,) in sides]] if sides else []
-
-
-PAIRS = Kind("preference pairs", "pair", lambda row, place: pair(row, place) or (), _pair_documents)
-
-
 @dataclass
 class ChatSource:
-    """Conversations of files, tokenized and marked, each assigned to a split as a whole; or records of another kind."""
+    """Conversations or preference pairs of files, tokenized and marked, each assigned to a split as a whole."""
 
     name: str
     rows: Callable[[], Iterator[tuple[str, Any]]]
@@ -181,12 +137,14 @@ class ChatSource:
     """Documents of more tokens are refused."""
     cut: bool
     """Or each of their samples loses what exceeds its equal share of `row`."""
-    kind: Kind = CONVERSATIONS
+    pairs: bool = False
+    """The records are preference pairs."""
     special_tokens_in_text: bool = False
     """Names of special tokens in contents are these tokens."""
     marked, files = True, None
 
     def __post_init__(self):
+        self._records_name = "preference pairs" if self.pairs else "conversations"
         self._long: list[tuple[str, int]] = []  # (where, tokens) of documents that are too long
         self._empty = 0  # of these, how many lack an answer once they are cut
         self._special = list[int]()
@@ -195,27 +153,25 @@ class ChatSource:
         self._end_tokens: set[int] = set()
 
     def tokenized(self, tokenizer: Bytes | Subwords) -> Iterator[tuple[str, Int32[np.ndarray, " _"]]]:
-        """(split, tokens) of each document: its samples, each to its end of text.  Raises UserError as `kind` does,
-        if a document is too long, or a sample contains the end of text."""
+        """(split, tokens) of each document: its samples, each to its end of text.  Raises UserError as `samples_of`
+        does, if a document is too long, or a sample contains the end of text."""
         hashes = sorted({_hash(row) for _, row in self.rows()})
         if len(hashes) < 2:
-            raise UserError(
-                f"{self.name}: {len(hashes)} different {self.kind.name}, but both splits need some; add others"
-            )
+            raise UserError(f"{self.name}: {len(hashes)} different {self._records_name}; both splits need some")
         limit = hashes[min(max(round(self.validation * len(hashes)), 1), len(hashes) - 1)]
         special = tokenizer.special_tokens()
         self._special = [*special.values()]
         ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        for place, row in tqdm(self.rows(), desc=self.name, unit=f" {self.kind.name}", disable=None):
+        for place, row in tqdm(self.rows(), desc=self.name, unit=f" {self._records_name}", disable=None):
             split = VALIDATION if _hash(row) < limit else TRAIN
-            given = self.kind.read(row, place)
+            given = (pair(row, place) or ()) if self.pairs else [conversation(row, place)]
             if not self.special_tokens_in_text:  # of texts that are joined and decoded, else a part of a name escapes
                 with errors_at(place):
                     given = [
                         replace(each, messages=quoted(each.messages, special), tools=quoted(each.tools, special))
                         for each in given
                     ]
-            documents = self.kind.documents(given, self.template, ends)
+            documents = self._documents(given, ends)
             self._equal, self._records = self._equal + (not documents), self._records + 1
             for document in documents:
                 parts = [self._tokens(sample, tokenizer, ends, place) for sample in document]
@@ -224,9 +180,19 @@ class ChatSource:
                     yield split, np.concatenate(parts)
         self._report()
 
-    def _tokens(
-        self, sample: Sample, tokenizer: Bytes | Subwords, ends: re.Pattern[str], place: str
-    ) -> Int32[np.ndarray, " _"]:
+    def _documents(self, given: Sequence[Conversation], ends: re.Pattern[str]) -> list[list[Sample]]:
+        """The documents of a record, each of one sample, or of the two of a pair; none of a pair of equal answers."""
+        each = [samples_of(one, self.template, ends) for one in given]
+        if not self.pairs:
+            return [[sample] for samples in each for sample in samples]
+        if several := [one.place for one, samples in zip(given, each, strict=True) if len(samples) > 1]:
+            raise UserError(
+                f"{several[0]}: an answer has several assistant turns, which the chat template ends with no special "
+                f"token, or writes in another way than the last;\nput those before the last one into the prompt"
+            )
+        return [[sample for (sample,) in each]] if each else []
+
+    def _tokens(self, sample: Sample, tokenizer: Bytes | Subwords, ends: re.Pattern[str], place: str) -> np.ndarray:
         check_text(sample.text, place)
         ids, places = self._encoded(sample.text, sample.answers, tokenizer, ends)
         if (ids == tokenizer.end_of_text).any():
@@ -279,20 +245,18 @@ class ChatSource:
     def _report(self) -> None:
         """Refuse documents that are too long or many equal pairs, or say how many were cut or left out."""
         if self._equal:
-            what = f"{self._equal} of {self._records} {self.kind.name} have equal answers"
+            what = f"{self._equal} of {self._records} {self._records_name} have equal answers"
             if self._equal > MOST_EQUAL * self._records:
                 raise UserError(f"{what}: more than {MOST_EQUAL:.0%}; look at how they were made, and leave them out")
             write_line(f"{what}: they are left out")
         if self._apart:
-            write_line(
-                f"{self._apart} of the samples: tokenized apart where a token would span a prompt and its answer"
-            )
+            write_line(f"{self._apart} samples: tokenized apart where a token would span a prompt and its answer")
         if not self._long:
             return
         place, size = self._long[0]
-        are = f"{self.kind.document}s are" if len(self._long) > 1 else f"{self.kind.document} is"
-        what = f"{len(self._long)} {are} longer than --pack {self.row} tokens"
-        what = f"{what}; the first, {place}, has {size}"
+        name = "pair" if self.pairs else "sample"
+        are = f"{name}s are" if len(self._long) > 1 else f"{name} is"
+        what = f"{len(self._long)} {are} longer than --pack {self.row} tokens; the first, {place}, has {size}"
         if not self.cut:
             raise UserError(f"{what};\nuse a larger --pack, shorten them, or cut their ends: --cut")
         write_line(f"{what}: their ends are cut, and {self._empty} that have no answer then are left out")

@@ -2,10 +2,9 @@
 
 A host copies train.bin, validation.bin, meta.json and tokenizer.json to data.cache once; its processes share the copy,
 and each then reads the rows of its own devices.  With data.cache=null there is no copy, and each process reads these
-rows from the bucket (`BucketTokenFile`).
+rows from the bucket (`TokenFile`).
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,8 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from shmap_tp.config.schema import DataConfig
 from shmap_tp.data.metadata import COMPANIONS, META, SPLITS, TOKENIZER, Meta
 from shmap_tp.errors import UserError, first_line, shown
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, first_contact
+from shmap_tp.runtime.files import file_size, first_contact, locked
 
 STDLIB = "stdlib"
 FILES = (META, *COMPANIONS, *(f"{split}.{ending}" for split in SPLITS for ending in ("bin", "counted")))
@@ -84,13 +84,14 @@ def prepare_and_copy(data: DataConfig, pretrained: str | None, url: str) -> str:
 
 
 class Bucket:
-    """The files of data.dir, a URL.  Raises UserError if it cannot be read; so do all methods."""
+    """The files of data.dir, a URL.  All methods raise UserError if it cannot be read."""
 
     files: dict[str, str]
     """The `FILES` that are there: path by name."""
 
-    def __init__(self, data: DataConfig):
-        self._data = data
+    def __init__(self, data: DataConfig, pretrained: str | None = None):
+        """`pretrained` as in `prepared_directory`.  Raises UserError if it has no token files."""
+        self._messages = partial(bucket_messages, "data.dir", data.dir)
 
         def listed() -> list[str]:
             self._system, root = open_file_system("data.dir", data.dir)
@@ -100,6 +101,7 @@ class Bucket:
             found = first_contact(listed)
         paths = {path.rsplit("/", 1)[-1]: path for path in found}
         self.files = {name: paths[name] for name in FILES if name in paths}
+        _require_data({"train.bin", "validation.bin", META} <= self.files.keys(), data, pretrained)
 
     def versions(self) -> dict[str, str]:
         """What identifies the present content of each file."""
@@ -121,9 +123,6 @@ class Bucket:
         """The bytes from each start to its end, requested at the same time."""
         with self._messages():
             return self._system.cat_ranges([self.files[name]] * len(starts), starts, ends, on_error="raise")
-
-    def _messages(self) -> AbstractContextManager[None]:
-        return bucket_messages("data.dir", self._data.dir)
 
 
 @contextmanager
@@ -155,24 +154,14 @@ def open_file_system(key: str, url: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
 
 
-def open_bucket(data: DataConfig, pretrained: str | None = None) -> Bucket:
-    """The bucket of data.dir; `pretrained` as in `prepared_directory`.
-
-    Raises UserError if it has no token files, or cannot be read.
-    """
-    bucket = Bucket(data)
-    _require_data({"train.bin", "validation.bin", META} <= bucket.files.keys(), data, pretrained)
-    return bucket
-
-
 def _copy_of_bucket(data: DataConfig, pretrained: str | None) -> Path:
     """The copy of data.dir under data.cache, made now if there is none of these versions of the files."""
-    bucket = open_bucket(data, pretrained)
+    bucket = Bucket(data, pretrained)
     cache = Path(data.cache) / hashlib.sha256(data.dir.encode()).hexdigest()[:16]
     versions = bucket.versions()
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(cache.with_suffix(".lock")):
+        with locked(cache.with_suffix(".lock")):
             if _copied(cache) != versions:
                 print_on_process_0(f"copying {data.dir} to {cache} ...")
                 shutil.rmtree(cache, ignore_errors=True)
@@ -200,14 +189,3 @@ def _copied(cache: Path) -> dict[str, str]:
         return json.loads((cache / _COPIED).read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Waits for a lock that the other processes of this host take, too; it is released even if this one is killed."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

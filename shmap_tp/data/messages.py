@@ -104,9 +104,7 @@ def pair(row: Any, place: str) -> tuple[Conversation, Conversation] | None:
     for each in (chosen, rejected):
         if not 0 < first < len(each.messages) or each.messages[first]["role"] != ASSISTANT:
             what = "messages with which both begin" if prompt is None else "messages of the prompt"
-            raise UserError(
-                f"{each.place}: no assistant turn follows the {first} {what}; give two answers to one prompt"
-            )
+            raise UserError(f"{each.place}: no assistant turn follows the {first} {what}; give two answers to a prompt")
     return replace(chosen, prompt=first), replace(rejected, prompt=first)
 
 

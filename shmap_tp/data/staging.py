@@ -2,13 +2,12 @@
 
 A preparation of data/x owns three hidden paths beside it:
 
-    .x.ID.lock       locked with flock for as long as the preparation lives
-    .x.ID.partial    what it has written, and finished parts of it, from which a preparation that was killed goes on
-    .x.ID.replaced   the data that it replaces, between two renames
+    .x.lock       locked for as long as the preparation lives; another one waits
+    .x.partial    what it has written, and finished parts of it, from which a preparation that was killed goes on
+    .x.replaced   the data that it replaces, between two renames
 
-The system releases a lock when its process ends, however it ends.  So a lock that can be taken belongs to a preparation
-that was killed, and the next one removes what that left behind, unless it can go on with its parts.  One that is under
-way is not touched.
+The system releases a lock when its process ends, however it ends.  So what is there when the lock is taken is of a
+preparation that was killed, and is removed, but for parts with which the next one goes on.
 
     parts.KEY/00012.HASH    the tokenized documents of part 12, with the beginning of the sha256 of the file
 
@@ -16,16 +15,14 @@ A part is written under another name first, so one that has its name is complete
 nor are those after it.  KEY is a hash of everything on which the parts depend, see `key_of`.
 """
 
-import fcntl
-import glob
+import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +30,7 @@ import numpy as np
 
 from shmap_tp.data.metadata import SPLITS
 from shmap_tp.errors import LostProcessError
+from shmap_tp.runtime.files import locked
 
 _PARTS = "parts."
 FIRST_PART = f"{_PARTS}*/00000.*"
@@ -42,117 +40,78 @@ Documents = list[tuple[str, np.ndarray]]
 _DIVISION = "division"
 
 
-def remove_stale(target: Path, name: str | None = None, heir: Path | None = None) -> None:
-    """Remove what killed preparations of `target` left; data that one of them was replacing is put back.
-
-    Finished parts stay; with `heir`, a directory, those called `name` are moved there, and others removed.
-    Raises OSError if the directory of `target` cannot be read.
-    """
-    if not target.parent.is_dir():
-        return
-    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(lock|partial|replaced)")
-    found = {path.with_suffix("") for path in target.parent.iterdir() if ours.fullmatch(path.name)}
-    for stem in found:
-        with _lock_of_dead(stem) as dead:
-            if not dead:
-                continue
-            _put_back(stem, target)
-            partial = _beside(stem, ".partial")
-            if heir is not None and name and (partial / name).is_dir() and not (heir / name).exists():
-                (partial / name).rename(heir / name)
-            _remove(stem, but_parts=heir is None)
-
-
 def has_parts(out: str) -> bool:
     """Whether an interrupted preparation of the directory `out` left parts."""
-    target = Path(os.path.realpath(out))
-    return any(target.parent.glob(f".{glob.escape(target.name)}.*.partial/{FIRST_PART}"))
+    return any(_beside(Path(os.path.realpath(out)), "partial").glob(FIRST_PART))
+
+
+def recover(target: Path) -> None:
+    """Remove what a killed preparation of `target` left, but for finished parts; data that it was replacing is put
+    back.  One that is under way is waited for."""
+    partial, replaced = _beside(target, "partial"), _beside(target, "replaced")
+    if partial.is_dir() or replaced.is_dir():
+        with locked(_beside(target, "lock")):
+            _put_back(replaced, target)
+            if not any(partial.glob(FIRST_PART)):
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
 def staging(target: Path, overwrite: bool, parts: str | None = None) -> Iterator[Path]:
     """An empty directory to write, which is renamed to `target` unless there is an error.
 
-    What `target` held is deleted after the rename with `overwrite`; otherwise the rename raises OSError.  `target` is
-    as it was after any error.  The directory has those finished `parts`, a name, that a killed preparation left; an
-    interrupt, or the loss of a process, leaves them there.
+    What `target` held is deleted after the rename with `overwrite`; otherwise OSError is raised if it has become one.
+    `target` is as it was after any error.  The directory has those finished `parts`, a name, that a killed preparation
+    left; an interrupt, or the loss of a process, leaves them there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    stem, lock = _locked(target)
-    partial, go_on = _beside(stem, ".partial"), False
-    try:
-        partial.mkdir()
-        remove_stale(target, parts, partial)
-        yield partial
-        if overwrite and target.is_dir():
-            target.rename(_beside(stem, ".replaced"))
-        partial.rename(target)
-    except (KeyboardInterrupt, LostProcessError):
-        go_on = True
-        raise
-    finally:
-        _put_back(stem, target)
-        _remove(stem, but_parts=go_on)
-        os.close(lock)
+    own = ""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(_beside(target, "lock")))
+        except OSError:  # a file system without locks, where others may be under way
+            own = f"{uuid.uuid4().hex}."
+            _beside(target, "lock").unlink(missing_ok=True)
+        partial, replaced, go_on = _beside(target, f"{own}partial"), _beside(target, f"{own}replaced"), False
+        try:
+            _put_back(replaced, target)
+            partial.mkdir(exist_ok=True)
+            _clear(partial, parts)
+            if not overwrite and target.is_dir() and any(target.iterdir()):
+                raise FileExistsError(errno.EEXIST, "it was prepared meanwhile")
+            yield partial
+            if overwrite and target.is_dir():
+                target.rename(replaced)
+            partial.rename(target)
+        except (KeyboardInterrupt, LostProcessError):
+            go_on = any(partial.glob(FIRST_PART))
+            raise
+        finally:
+            _put_back(replaced, target)
+            if go_on:
+                _clear(partial, parts)
+            else:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remove(stem: Path, but_parts: bool) -> None:
-    """Remove what a preparation has written; `but_parts` and the lock, if it has finished one."""
-    partial = _beside(stem, ".partial")
-    shutil.rmtree(_beside(stem, ".replaced"), ignore_errors=True)
-    if but_parts and any(partial.glob(FIRST_PART)):
-        for path in partial.iterdir():
-            if path.is_file():
-                path.unlink()
-    else:
-        shutil.rmtree(partial, ignore_errors=True)
-        _beside(stem, ".lock").unlink(missing_ok=True)
+def _beside(target: Path, ending: str) -> Path:
+    return target.with_name(f".{target.name}.{ending}")
 
 
-def _beside(stem: Path, suffix: str) -> Path:
-    return stem.with_name(stem.name + suffix)
-
-
-def _put_back(stem: Path, target: Path) -> None:
-    """Rename the replaced data back to `target` if the new data did not get there."""
-    replaced = _beside(stem, ".replaced")
+def _put_back(replaced: Path, target: Path) -> None:
+    """Rename the replaced data back to `target`, or remove it if the new data got there."""
     if replaced.is_dir() and not target.exists():
         replaced.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _locked(target: Path) -> tuple[Path, int]:
-    """(the common path of a new preparation's three, the descriptor of its lock)."""
-    while True:
-        stem = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-        path = _beside(stem, ".lock")
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            return stem, lock  # a file system without locks: there nobody can take it, so nothing is ever stale
-        if path.exists():
-            return stem, lock
-        os.close(lock)  # `remove_stale` took it between the two calls
-
-
-@contextmanager
-def _lock_of_dead(stem: Path) -> Iterator[bool]:
-    """Holds the lock of a preparation that is dead, or that has none; False if it lives."""
-    try:
-        lock = os.open(_beside(stem, ".lock"), os.O_RDWR)
-    except FileNotFoundError:
-        yield True  # of a version without locks; or it has just ended, and there is nothing left
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        dead = False
-    else:
-        dead = True
-    try:
-        yield dead
-    finally:
-        os.close(lock)
+def _clear(partial: Path, parts: str | None) -> None:
+    """Remove what is there but for these parts."""
+    for path in partial.iterdir():
+        if path.is_file():
+            path.unlink()
+        elif path.name != parts:
+            shutil.rmtree(path)
 
 
 def key_of(facts: Any) -> str:

@@ -78,8 +78,7 @@ class Subwords:
         return np.concatenate([*done, ids[places >= join]])
 
     def encode(self, text: str, special_tokens: bool | None = None) -> list[int]:
-        added = self._special_tokens if special_tokens is None else special_tokens
-        return self._encoded(text, added)[0]
+        return self._encoded(text, self._special_tokens if special_tokens is None else special_tokens)[0]
 
     def encode_with_places(self, text: str) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, "2 _"]]:
         """(the ids of `encode` without added tokens, the first character of each and the one after its last)."""
@@ -254,18 +253,11 @@ def train_tokenizer(source: TextSource, vocabulary: int, end_of_text: str | None
         show_progress=False,
     )
 
-    def texts() -> Iterator[str]:
-        for split, text in source.documents:
-            if split == TRAIN:
-                yield text
-
-    made.train_from_iterator(texts(), trainer)
+    made.train_from_iterator((text for split, text in source.documents if split == TRAIN), trainer)
     end, content = made.token_to_id(end_of_text), made.to_str(pretty=True).encode()
     found = Subwords(made, TOKENIZER, content, end, special_tokens=False)
     if end in found.encode_documents([end_of_text])[0]:
-        raise UserError(
-            f"--end-of-text {shown(end_of_text)} is ordinary text, too; choose a name such as {END_OF_TEXT}"
-        )
+        raise UserError(f"--end-of-text {shown(end_of_text)} is ordinary text; choose a name such as {END_OF_TEXT}")
     return found
 
 

@@ -157,9 +157,7 @@ def open_tokenizer(name: str, end_of_text: str | None) -> Bytes | Subwords:
     """
     if name == Bytes.name:
         if end_of_text is not None:
-            raise UserError(
-                f"--end-of-text {end_of_text} does not apply to --tokenizer bytes, which uses byte 0; omit it"
-            )
+            raise UserError(f"--end-of-text {end_of_text} does not apply to --tokenizer bytes, which has byte 0")
         return Bytes()
     if not Path(name).is_dir():
         return open_subwords(name, end_of_text or END_OF_TEXT)

@@ -186,9 +186,7 @@ def dataset_directory(given: str, field: str, validation: float) -> TextSource:
     found = [(file, split_of_name(file.path.removeprefix(root))) for file in files_at(given, RECORDS, "--dataset")]
     named = {split for _, split in found}
     if not named & {TRAIN, None}:
-        raise UserError(
-            f"--dataset {given}: only files of the splits {', '.join(sorted(named))}; it needs some to train on"
-        )
+        raise UserError(f"--dataset {given}: only files of the splits {', '.join(sorted(named))}; it needs `train`")
     if left_out := sum(split == TEST for _, split in found):
         write_line(f"--dataset {given}: left out {left_out} file{'s' * (left_out > 1)} of the test split")
     own = VALIDATION in named

@@ -16,12 +16,13 @@ import hashlib
 import json
 import time
 import uuid
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32, UInt8
+from jaxtyping import Int, Int32
 
 from shmap_tp.data.location import Bucket
 from shmap_tp.data.metadata import DTYPES, META, SPLITS, Meta, read_meta
@@ -75,14 +76,15 @@ def scan_once(path: Path, dtype: np.dtype) -> Scan:
 
 
 class TokenFile:
-    """One token file as n sequences of T + 1 tokens; only the sequences that are asked for are read from disk.
+    """One token file, on a disk or in a bucket, as n sequences of T + 1 tokens; only those that are asked for are read.
 
-    Opening it for the first time reads the whole file, to find its largest id and its sha256 (`scan_once`).
-    Raises `UserError` if the file is missing, unreadable, truncated within a token, shorter than one sequence, contains
-    an id outside `vocabulary`, or does not have the given `sha256`.
+    Opening one on a disk for the first time reads the whole file, to find its largest id and its sha256 (`scan_once`).
+    In a bucket both are those that meta.json states, and the ids that are read are checked.
     """
 
-    path: Path
+    is_remote = False
+    """Whether it is in a bucket."""
+    path: str | Path
     context: int
     tokens: int
     """Length of the file in tokens."""
@@ -92,77 +94,51 @@ class TokenFile:
     counted: str | None
     """sha256 of the file that says which tokens count as targets; None: all do."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        context: int,
-        vocabulary: int,
-        dtype: str,
-        sha256: str | None = None,
-        counted: str | None = None,
-    ):
-        """`counted` is the sha256 of the file that says which tokens count; None: all do."""
-        self.path, self.context, self.counted = path, context, counted
-        self.tokens = _count_tokens(path, DTYPES[dtype].itemsize)
-        _check_length(path, self.tokens, context)
-        with reading(path):
-            self.largest, self.sha256 = scan_once(path, DTYPES[dtype])
-            self._ids = np.memmap(path, dtype=DTYPES[dtype], mode="r")
-        _check_hash(path, self.sha256, sha256)
-        _check_ids(path, self.largest, f"model.vocabulary={vocabulary}", vocabulary)
-        self._bits = None if counted is None else self._open_bits(path.with_suffix(".counted"), counted)
+    def __init__(self, place: Path | Bucket, split: str, meta: Meta, *, context: int, vocabulary: int):
+        """The file of `split` ("train" or "validation") in a prepared directory or a bucket, whose meta.json is `meta`.
 
-    def _open_bits(self, path: Path, sha256: str) -> np.ndarray:
-        """Whether each token counts, a bit each.  Raises UserError if meta.json has another hash."""
-        _check_size(path, _existing_size(path), -(-self.tokens // 8), f"{self.tokens} tokens")
-        with reading(path):
-            _check_hash(path, scan_once(path, np.dtype(np.uint8)).sha256, sha256)
-        return np.memmap(path, np.uint8, "r")
-
-    def __len__(self) -> int:
-        """Number of sequences."""
-        return (self.tokens - 1) // self.context
-
-    def read(self, indices: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
-        """The sequences at `indices`, [rows, T + 1]; tokens that do not count are -1 - id."""
-        out = np.empty((len(indices), self.context + 1), np.int32)
-        for row, index in zip(out, indices, strict=True):
-            start, stop = index * self.context, (index + 1) * self.context + 1
-            row[:] = self._ids[start:stop]
-            if self._bits is not None:
-                _mark(row, self._bits[start // 8 : -(-stop // 8)], int(start))
-        return out
-
-
-class BucketTokenFile:
-    """One token file of a bucket as n sequences of T + 1 tokens: only what `read` asks for is transferred.
-
-    The sha256 and the largest id are those that meta.json states; the ids that are read are checked against
-    `vocabulary`.  Raises UserError if meta.json lacks one of them, or the file has another size.
-    """
-
-    path: str
-    context: int
-    tokens: int
-    largest: int
-    sha256: str
-    counted: str | None
-
-    def __init__(self, bucket: Bucket, split: str, meta: Meta, *, context: int, vocabulary: int):
-        self._bucket, self._name, self._dtype = bucket, f"{split}.bin", DTYPES[meta.dtype]
-        if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
+        Raises `UserError` if it is missing, unreadable, truncated within a token, shorter than one sequence, has an id
+        outside `vocabulary`, or contradicts meta.json, and in a bucket if meta.json does not state all of it.
+        """
+        name, dtype, stated = f"{split}.bin", DTYPES[meta.dtype], meta.tokens.get(split)
+        self.is_remote, self.context, self.counted = isinstance(place, Bucket), context, meta.counted.get(split)
+        if self.is_remote and (stated is None or not meta.sha256 or meta.vocabulary is None):
             raise UserError(
-                f"data.cache=null needs the tokens, sha256 and vocabulary in {META} of {bucket.files[META]}; "
+                f"data.cache=null needs the tokens, sha256 and vocabulary in {META} of {place.files[META]}; "
                 f"prepare the data with `python -m shmap_tp.prepare`, or set data.cache"
             )
-        self.path, self.context = bucket.files[self._name], context
-        self.tokens, self.sha256, self.largest = meta.tokens[split], meta.sha256[split], meta.vocabulary - 1
-        self.counted = meta.counted.get(split)
-        stated = f"{self.tokens} tokens of {meta.dtype}"
-        _check_size(self.path, bucket.size(self._name), self.tokens * self._dtype.itemsize, stated)
-        _check_length(self.path, self.tokens, context)
-        _check_ids(self.path, self.largest, f"model.vocabulary={vocabulary}", vocabulary)
+        self.path = place.files[name] if self.is_remote else place / name
+        size = place.size(name) if self.is_remote else _existing_size(self.path)
+        if stated is not None:
+            _check_size(self.path, size, stated * dtype.itemsize, f"{stated} tokens of {meta.dtype}")
+        if size % dtype.itemsize:
+            raise UserError(
+                f"{self.path}: {size} bytes is not a multiple of the {dtype.itemsize} bytes of a token; the file is "
+                f"truncated: copy or prepare it again"
+            )
+        self.tokens = size // dtype.itemsize
+        if self.tokens <= context:
+            raise UserError(
+                f"{self.path}: {self.tokens} tokens, but one sequence of model.context={context} needs {context + 1}; "
+                f"prepare more text or shorten model.context"
+            )
+        if self.is_remote:
+            self.largest, self.sha256 = meta.vocabulary - 1, meta.sha256[split]
+        else:
+            self.largest, self.sha256 = _checked_scan(self.path, dtype, meta.sha256.get(split))
+        self._check_ids(self.largest, f"model.vocabulary={vocabulary}", vocabulary)
+        if meta.vocabulary is not None:
+            self._check_ids(self.largest, f"{META} says vocabulary {meta.vocabulary}", meta.vocabulary)
+        if not self.is_remote and split not in meta.sha256 and dtype.itemsize == 2:
+            self._check_width()
+        self._ids, self._bits = _ranges(place, name, dtype), None
+        if self.counted is not None:
+            name, dtype = f"{split}.counted", np.dtype(np.uint8)
+            if not self.is_remote:
+                file, wanted = place / name, -(-self.tokens // 8)
+                _check_size(file, _existing_size(file), wanted, f"{self.tokens} tokens")
+                _checked_scan(file, dtype, self.counted)
+            self._bits = _ranges(place, name, dtype)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -171,49 +147,63 @@ class BucketTokenFile:
     def read(self, indices: Int[np.ndarray, " rows"]) -> Int32[np.ndarray, "rows tokens"]:
         """The sequences at `indices`, [rows, T + 1]; tokens that do not count are -1 - id."""
         starts = indices * self.context
-        stops, size = starts + self.context + 1, self._dtype.itemsize
-        parts = self._bucket.ranges(self._name, (starts * size).tolist(), (stops * size).tolist())
-        rows = np.frombuffer(b"".join(parts), self._dtype).reshape(len(indices), self.context + 1)
-        vocabulary = self.largest + 1
-        _check_ids(self.path, int(rows.max(initial=0)), f"{META} says vocabulary {vocabulary}", vocabulary)
-        rows = rows.astype(np.int32)
-        if self.counted is not None:
-            name = self._name.replace(".bin", ".counted")
-            bits = self._bucket.ranges(name, (starts // 8).tolist(), (-(-stops // 8)).tolist())
-            for row, part, start in zip(rows, bits, starts, strict=True):
-                _mark(row, np.frombuffer(part, np.uint8), int(start))
+        stops = starts + self.context + 1
+        rows = np.empty((len(indices), self.context + 1), np.int32)
+        for row, ids in zip(rows, self._ids(starts, stops), strict=True):
+            if self.is_remote:
+                self._check_ids(int(ids.max()), f"{META} says vocabulary {self.largest + 1}", self.largest + 1)
+            row[:] = ids
+        if self._bits is not None:  # the lowest bit of a byte is that of its first token
+            for row, bits, start in zip(rows, self._bits(starts // 8, -(-stops // 8)), starts, strict=True):
+                uncounted = np.unpackbits(bits, bitorder="little")[start % 8 :][: len(row)] == 0
+                row[uncounted] = ~row[uncounted]
         return rows
+
+    def _check_ids(self, largest: int, limit: str, vocabulary: int) -> None:
+        """`limit` says where `vocabulary` is from."""
+        if largest >= vocabulary:
+            raise UserError(
+                f"{self.path}: ids go up to {largest}, but {limit}; use data of this vocabulary, or model.vocabulary="
+                f"{largest + 1},\nor correct the vocabulary or the dtype in {META}"
+            )
+
+    def _check_width(self) -> None:
+        """Raise UserError if the upper halves of tokens of uint32 would be all zero, or small where the lower ones are
+        large."""
+        ids = np.memmap(self.path, DTYPES["uint16"], "r")
+        lower, upper = int(ids[:_FIRST:2].max()), int(ids[1:_FIRST:2].max())
+        is_small = upper == 0 < lower or (len(ids) >= 1024 and upper < 32 and lower >= 4096)
+        if len(ids) % 2 == 0 and is_small:
+            raise UserError(
+                f"{self.path}: every second uint16 is almost zero, so the tokens are probably uint32, but {META} says "
+                'uint16; write {"dtype": "uint32"} there'
+            )
 
 
 def open_token_file(directory: Path | str, split: str, *, context: int, vocabulary: int) -> TokenFile:
-    """Open one split ("train" or "validation") of a prepared directory and check it against meta.json.
+    """The `TokenFile` of a prepared directory.  Raises `UserError` as it does, and if meta.json cannot be used."""
+    _existing_size(Path(directory) / f"{split}.bin")  # a place without data lacks meta.json, too
+    meta = read_meta(Path(directory))
+    return TokenFile(Path(directory), split, meta, context=context, vocabulary=vocabulary)
 
-    Raises `UserError` as `TokenFile` does, and if meta.json is missing, unusable or contradicts the file.
-    """
-    path = Path(directory) / f"{split}.bin"
-    size, meta = _existing_size(path), read_meta(Path(directory))
-    if meta.tokens:
-        stated = f"{meta.tokens[split]} tokens of {meta.dtype}"
-        _check_size(path, size, meta.tokens[split] * DTYPES[meta.dtype].itemsize, stated)
-    sha256 = meta.sha256.get(split)
-    given = {"dtype": meta.dtype, "sha256": sha256, "counted": meta.counted.get(split)}
-    file = TokenFile(path, context=context, vocabulary=vocabulary, **given)
-    if meta.vocabulary is not None:
-        _check_ids(path, file.largest, f"{META} says vocabulary {meta.vocabulary}", meta.vocabulary)
-    if sha256 is None and meta.dtype == "uint16" and _looks_like_uint32(file._ids):
-        raise UserError(
-            f"{path}: every second uint16 is almost zero, so the tokens are probably uint32, but {META} says uint16; "
-            'write {"dtype": "uint32"} there'
+
+Ranges = Callable[[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]], Iterable[np.ndarray]]
+"""(starts, stops) -> the values of a file from each start to its stop."""
+
+
+def _ranges(place: Path | Bucket, name: str, dtype: np.dtype) -> Ranges:
+    """Reads ranges of the file `name`; those of a bucket are requested at the same time."""
+    if isinstance(place, Bucket):
+        size = dtype.itemsize
+        return lambda starts, stops: (
+            np.frombuffer(part, dtype) for part in place.ranges(name, (starts * size).tolist(), (stops * size).tolist())
         )
-    return file
-
-
-AnyTokenFile = TokenFile | BucketTokenFile
-"""On a disk or in a bucket: both have `path`, `context`, `tokens`, `largest`, `sha256`, a length and `read`."""
+    values = np.memmap(place / name, dtype, "r")
+    return lambda starts, stops: (values[start:stop] for start, stop in zip(starts, stops, strict=True))
 
 
 def data_identity(
-    train: AnyTokenFile, validation: AnyTokenFile, meta: Meta, *, seed: int, batch: int, isolated: int | None = None
+    train: TokenFile, validation: TokenFile, meta: Meta, *, seed: int, batch: int, isolated: int | None = None
 ) -> dict:
     """Everything that determines which tokens step s reads and what they mean, as JSON values.  Two runs with equal
     identities read the same tokens at every step.  `isolated` is the id that ends documents which are isolated."""
@@ -222,28 +212,8 @@ def data_identity(
         for split, file in zip(SPLITS, (train, validation), strict=True)
     }
     tokenizer = {"name": meta.tokenizer, "sha256": meta.tokenizer_sha256, "end_of_text": meta.end_of_text}
-    return {
-        **files,
-        "tokenizer": tokenizer,
-        "seed": seed,
-        "batch": batch,
-        "context": train.context,
-        "isolated": isolated,
-    }
-
-
-def _mark(row: Int32[np.ndarray, " tokens"], bits: UInt8[np.ndarray, " _"], start: int) -> None:
-    """Make the tokens of `row` that do not count -1 - id; the bit of the first one is `start` % 8 of the first byte."""
-    uncounted = np.unpackbits(bits, bitorder="little")[start % 8 :][: len(row)] == 0
-    row[uncounted] = ~row[uncounted]
-
-
-def _check_length(path: object, tokens: int, context: int) -> None:
-    if tokens <= context:
-        raise UserError(
-            f"{path}: {tokens} tokens, but one sequence of model.context={context} needs {context + 1}; prepare more "
-            f"text or shorten model.context"
-        )
+    order = {"seed": seed, "batch": batch, "context": train.context, "isolated": isolated}
+    return {**files, "tokenizer": tokenizer, **order}
 
 
 def _check_size(path: object, size: int, stated: int, what: str) -> None:
@@ -251,21 +221,16 @@ def _check_size(path: object, size: int, stated: int, what: str) -> None:
         raise UserError(f"{path}: {size} bytes, but {META} says {what}, {stated} bytes; copy or prepare it again")
 
 
-def _check_hash(path: Path, found: str, stated: str | None) -> None:
-    if stated not in (None, found):
+def _checked_scan(path: Path, dtype: np.dtype, stated: str | None) -> Scan:
+    """The scan of a file.  Raises UserError if meta.json states another sha256."""
+    with reading(path):
+        found = scan_once(path, dtype)
+    if stated not in (None, found.sha256):
         raise UserError(
-            f"{path}: sha256 is {found[:12]}..., {META} says {stated[:12]}...; the file has changed:\n"
+            f"{path}: sha256 is {found.sha256[:12]}..., {META} says {stated[:12]}...; the file has changed:\n"
             "copy it again, or prepare it again with `python -m shmap_tp.prepare ... --overwrite`"
         )
-
-
-def _check_ids(path: object, largest: int, limit: str, vocabulary: int) -> None:
-    """`limit` says where `vocabulary` is from."""
-    if largest >= vocabulary:
-        raise UserError(
-            f"{path}: ids go up to {largest}, but {limit}; use data of this vocabulary, or model.vocabulary="
-            f"{largest + 1},\nor correct the vocabulary or the dtype in {META}"
-        )
+    return found
 
 
 def _existing_size(path: Path) -> int:
@@ -276,22 +241,3 @@ def _existing_size(path: Path) -> int:
             f"`python -m shmap_tp.prepare ... --out {path.parent} --overwrite`"
         )
     return size
-
-
-def _count_tokens(path: Path, itemsize: int) -> int:
-    """Number of tokens in a file, from its size."""
-    size = _existing_size(path)
-    if size % itemsize:
-        raise UserError(
-            f"{path}: {size} bytes is not a multiple of the {itemsize} bytes of a token; the file is truncated: "
-            "copy or prepare it again"
-        )
-    return size // itemsize
-
-
-def _looks_like_uint32(ids: np.ndarray) -> bool:
-    """Whether the upper halves, were the tokens uint32, are all zero, or small where the lower halves are large."""
-    if len(ids) % 2:
-        return False
-    lower, upper = int(ids[:_FIRST:2].max()), int(ids[1:_FIRST:2].max())
-    return upper == 0 < lower or (len(ids) >= 1024 and upper < 32 and lower >= 4096)

@@ -20,6 +20,7 @@ from shmap_tp.data.tokenizer import Tokenizer
 from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.workers import in_order
 
+DocumentSource = TextSource | ChatSource
 _GROUP = 1 << 22  # characters that are tokenized at a time
 _PART = 16
 """Chunks of a part: what a killed preparation loses at most, beside what its processes were at."""
@@ -34,7 +35,7 @@ def id_dtype(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
 
 
-def default_workers(source: TextSource | ChatSource, tokenizer: Tokenizer) -> int:
+def default_workers(source: DocumentSource, tokenizer: Tokenizer) -> int:
     """The processors of this machine, or fewer where the files are small; 1 where processes are no faster."""
     processors = len(os.sched_getaffinity(0))
     if source.files is None or tokenizer.json is None or processors <= _FEW:
@@ -42,7 +43,7 @@ def default_workers(source: TextSource | ChatSource, tokenizer: Tokenizer) -> in
     return max(1, min(processors, source.files.size // _WORTH))
 
 
-def parts_key(source: TextSource | ChatSource, tokenizer: Tokenizer) -> str | None:
+def parts_key(source: DocumentSource, tokenizer: Tokenizer) -> str | None:
     """The name of the directory of finished parts of this work; None where a part cannot be known again."""
     if source.files is None or any(file.version is None for file in source.files.files):
         return None
@@ -53,7 +54,7 @@ def parts_key(source: TextSource | ChatSource, tokenizer: Tokenizer) -> str | No
 
 
 def tokenized(
-    source: TextSource | ChatSource, tokenizer: Tokenizer, workers: int = 1, parts: Path | None = None
+    source: DocumentSource, tokenizer: Tokenizer, workers: int = 1, parts: Path | None = None
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(split, ids) of each document that has any, in the dtype of token files; the end of text is the last id.
     `workers` as of `in_order`.
@@ -104,7 +105,7 @@ def _divided(files: TextFiles, name: str, workers: int, parts: Parts | None) -> 
         return Division(0, 0.0)
     if known := parts and parts.division():
         return Division(*known)
-    measurements = list[tuple[np.ndarray, np.ndarray]]()
+    measurements = []
     workers = max(1, min(workers, files.size // _WORTH_MEASURING))
     measured = in_order(partial(_measured_chunk, files), files.chunks(), workers)
     with _bar(files, f"{name}: sizes") as bar, closing(measured):
@@ -134,9 +135,8 @@ def _encoded(tokenizer: Tokenizer, documents: list[tuple[str, str]]) -> tuple[in
     dtype = DTYPES[id_dtype(tokenizer)]
     end = np.array([tokenizer.end_of_text], dtype)
     encoded = zip(documents, tokenizer.encode_documents([text for _, text in documents]), strict=True)
-    return len(documents), [
-        (split, np.concatenate([ids.astype(dtype), end])) for (split, _), ids in encoded if len(ids)
-    ]
+    ended = [(split, np.concatenate([ids.astype(dtype), end])) for (split, _), ids in encoded if len(ids)]
+    return len(documents), ended
 
 
 def _grouped(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
@@ -144,8 +144,7 @@ def _grouped(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, s
     group, size = [], 0
     for document in documents:
         group.append(document)
-        size += len(document[1])
-        if size >= _GROUP:
+        if (size := size + len(document[1])) >= _GROUP:
             yield group
             group, size = [], 0
     if group:

@@ -23,7 +23,7 @@ from shmap_tp.config.schema import DataConfig, Documents, ModelConfig
 from shmap_tp.data.batches import check_rows, isolating_id, open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.subwords import has_tokenized
-from shmap_tp.data.token_files import AnyTokenFile, open_token_file
+from shmap_tp.data.token_files import TokenFile, open_token_file
 from shmap_tp.data.tokenizer import TextBytes, Tokenizer
 from shmap_tp.errors import UserError
 from shmap_tp.inference.programs import GenerationPrograms
@@ -98,9 +98,8 @@ class ScoringProgram:
             inputs_BT, segments_BT = tokens_BT[:, :-1], None if segments_BT is None else segments_BT[:, :-1]
             carried = Carried(positions_of(inputs_BT, self._axes, segments_BT), segments_BT)
             rows = P(batch, None)
-            scores = self._programs.sharded.mapped(run, (rows, rows, rows), (P(), P()))(
-                params, inputs_BT, tokens_BT[:, 1:], carried
-            )
+            scored = self._programs.sharded.mapped(run, (rows, rows, rows), (P(), P()))
+            scores = scored(params, inputs_BT, tokens_BT[:, 1:], carried)
             return jax.tree.map(lambda x: row_order(x, time_ranks(self._sizes), 1), scores)
 
         return mapped
@@ -191,9 +190,7 @@ def evaluate_text(
     start = between if tokenizer.begin_of_text is None else np.array([tokenizer.begin_of_text], np.int32)
     isolated = end if documents == Documents.isolated else None
     if end is None and documents == Documents.isolated and len(texts) > 1:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} has no end of text, which would isolate documents; use --documents joined"
-        )
+        raise UserError(f"the tokenizer {tokenizer.name} has no end of text to end documents; use --documents joined")
     if isolated is not None and tokenizer.begin_of_text is not None:
         between = np.concatenate([between, start])
     ids = np.concatenate([start, *(part for each in parts for part in (each, between))])[: -len(between) or None]
@@ -268,7 +265,7 @@ def _tokens_before(segments_BT: Int[np.ndarray, "B T"] | None, shape: tuple[int,
     return (place - np.maximum.accumulate(np.where(begins, place, 0), axis=1))[:, :-1] + 1
 
 
-def _open(data: DataConfig, split: str, model: ModelConfig) -> tuple[AnyTokenFile, Meta]:
+def _open(data: DataConfig, split: str, model: ModelConfig) -> tuple[TokenFile, Meta]:
     """The token file of `split`, and meta.json."""
     if "://" in data.dir:
         (file,), meta, _ = open_data(data, model, [split])

@@ -39,13 +39,12 @@ SAMPLES = 256
 HASHED_BYTES = 2**24
 """How many bytes of a tensor are read at a time to hash it."""
 
+Index = tuple[int, ...]
 Box = Sequence[tuple[int, int]]
 """The range [start, stop) of each dim of a tensor, in some view of it."""
 
 
-def pieces_of_array(
-    shape: Sequence[int], itemsize: int, limit: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def pieces_of_array(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[tuple[Index, Index]]:
     """(the first index, the size) along each dim of pieces of at most `limit` bytes, in row-major order, that together
     make up an array.  The first dims are divided first: those are layers, or rows of a file."""
     piece = [max(1, size) for size in shape]
@@ -105,6 +104,8 @@ class StoredTensor:
 
     def sample(self) -> bytes:
         """At least 256 rows of the tensor, or all of a small one."""
+        if not self.shape:
+            return self.read(()).tobytes()
         step = max(1, self.shape[0] // SAMPLES)
         with _opened(self.file) as content:
             rows = content.get_slice(self.name)
@@ -121,9 +122,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         for name in content.keys():  # noqa: SIM118 - a file of the library, which cannot be iterated
             stored = content.get_slice(name)
             if (code := str(stored.get_dtype())) not in DTYPES:
-                raise UserError(
-                    f"{file}: {shown(name)} has the dtype {code}; weights must be one of {', '.join(DTYPES)}"
-                )
+                raise UserError(f"{file}: {shown(name)} has the dtype {code}; weights are of {', '.join(DTYPES)}")
             tensors[name] = StoredTensor(file, name, DTYPES[code], tuple(stored.get_shape()))
     return tensors
 

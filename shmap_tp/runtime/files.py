@@ -1,6 +1,7 @@
 """Reading and writing files: errors of the file system become errors with a message for the user."""
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -22,7 +23,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 BUCKET_SECONDS = 30
 """How long the first use of a bucket may take; with its credentials it takes a few."""
 T = TypeVar("T")
-_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 
 def make_directory(key: str, directory: str) -> None:
@@ -131,6 +131,25 @@ def replacing(file: Path, mode: str = "w", *, keep: bool = False) -> Iterator[IO
 
 
 @contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Context in which this process alone holds the lock file `path`, for which others wait; it is released even if
+    this process is killed.  Raises OSError where the file system has no locks."""
+    is_held = False
+    while not is_held:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):  # the process that had the lock has removed the file
+                is_held = os.path.samestat(os.fstat(lock), path.stat())
+            if is_held:
+                yield
+        finally:
+            if is_held:
+                path.unlink(missing_ok=True)
+            os.close(lock)
+
+
+@contextmanager
 def reading(path: object) -> Iterator[None]:
     """Context in which `path` is read.  Raises UserError if the file system refuses."""
     try:
@@ -155,7 +174,7 @@ def file_size(path: Path) -> int | None:
         except ValueError:  # a NUL in the path
             raise UserError(f"{str(path)!r} contains a NUL, which no file name has; correct the name") from None
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise UserError(f"{shown(path)} is {kind}, but a file is needed; name another")
     return status.st_size
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from shmap_tp.config.schema import AUTO, Config, HeldIn, MatmulPrecision, Precision
 from shmap_tp.config.validate import product_in_words, resolve_auto
-from shmap_tp.data.prepare import prepare_missing
+from shmap_tp.data.preparation import prepare_missing
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.parallel import mesh as meshes
@@ -157,15 +157,14 @@ USE = Purpose(
 """Generation, scores and evaluation."""
 
 
-def require_host_memory(shapes: Any, host_bytes: int | None = None, purpose: Purpose = TRAINING) -> None:
+def require_host_memory(shapes: Any, purpose: Purpose = TRAINING) -> None:
     """Raise UserError if the arrays of `shapes`, which have shardings, do not fit into the memory of this machine.
 
     Only for the CPU, whose emulated devices share that memory: Linux would end the process without a word.
-    `host_bytes` is the size of that memory, by default what the system says.
     """
     if jax.devices()[0].platform != "cpu":
         return
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if host_bytes is None else host_bytes
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     needed = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
         for leaf in jax.tree.leaves(shapes)

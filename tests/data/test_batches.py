@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shmap_tp.data import batches
 from shmap_tp.data.device_batch import host_shards, on_devices
+from shmap_tp.data.metadata import Meta
 from shmap_tp.data.token_files import TokenFile
 from tests.helpers.data_orders import order_of
 from tests.helpers.preparation import write_ids
@@ -24,12 +25,9 @@ MESHES = [(1, 1), (8, 1), (2, 4), (1, 8)]
 @pytest.fixture
 def token_file(tmp_path) -> TokenFile:
     """Token i is id i, so a sequence identifies its index; the last two tokens belong to no sequence."""
-    return TokenFile(
-        write_ids(tmp_path / "train.bin", np.arange(COUNT * CONTEXT + 3)),
-        context=CONTEXT,
-        vocabulary=COUNT * CONTEXT + 3,
-        dtype="uint16",
-    )
+    tokens = COUNT * CONTEXT + 3
+    write_ids(tmp_path / "train.bin", np.arange(tokens))
+    return TokenFile(tmp_path, "train", Meta(dtype="uint16"), context=CONTEXT, vocabulary=tokens)
 
 
 def batch_at(token_file, step, seed=0):
@@ -46,8 +44,8 @@ def test_a_sequence_consists_of_its_inputs_and_their_targets(token_file):
 
 def test_a_sequence_counts_only_if_its_last_target_exists(tmp_path):
     for tokens, count in [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)]:
-        path = write_ids(tmp_path / "x.bin", np.zeros(tokens))
-        assert len(TokenFile(path, context=8, vocabulary=1, dtype="uint16")) == count
+        write_ids(tmp_path / "train.bin", np.zeros(tokens))
+        assert len(TokenFile(tmp_path, "train", Meta(dtype="uint16"), context=8, vocabulary=1)) == count
 
 
 def test_each_sequence_is_read_once_in_every_epoch(token_file):
@@ -78,8 +76,6 @@ def test_rows_do_not_depend_on_how_they_are_divided_among_readers(token_file):
 
 
 def test_validation_rows_are_in_file_order(token_file):
-    assert batches.validation_batch_count(token_file, 8, BATCH) == 3
-    assert batches.validation_batch_count(token_file, 1, BATCH) == 1
     before = batches.validation_rows(token_file, 1, BATCH, 0, BATCH)
     batch_at(token_file, 7)
     assert (before[:, 0] // CONTEXT == np.arange(16, 32)).all()
@@ -145,7 +141,6 @@ def test_each_process_reads_only_the_rows_of_its_devices(token_file, dp, mp, num
 
 
 def test_rows_without_targets_fill_the_last_validation_batch(token_file):
-    assert batches.validation_batch_count(token_file, 8, 64) == 1
     rows = batches.validation_rows(token_file, 0, 64, 30, 64)
     assert (rows[:7] == token_file.read(np.arange(30, 37))).all() and (rows[7:] == -1).all() and len(rows) == 34
     assert (batches.validation_rows(token_file, 0, 64, 40, 44) == -1).all()

@@ -17,7 +17,7 @@ from shmap_tp.data import location
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.location import prepared_directory
 from shmap_tp.data.metadata import META, SPLITS
-from shmap_tp.data.prepare import prepare_missing
+from shmap_tp.data.preparation import prepare_missing
 from shmap_tp.data.token_files import open_token_file
 from shmap_tp.errors import UserError
 from shmap_tp.prepare import main

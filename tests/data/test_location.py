@@ -13,7 +13,7 @@ from shmap_tp.config.compose import CONF, load
 from shmap_tp.data import location
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.location import prepared_directory
-from shmap_tp.data.prepare import prepare_missing
+from shmap_tp.data.preparation import prepare_missing
 from tests.helpers.config_errors import refusal
 from tests.helpers.run_fixtures import FIRST, tiny, tokens_of, write_tokens
 
@@ -70,7 +70,7 @@ def test_a_file_of_a_run_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "open", refusing)
     cases = {
         "is a directory, but a file is needed": Path.mkdir,
-        "is a FIFO, but a file is needed": os.mkfifo,
+        "is no regular file, but a file is needed": os.mkfifo,
         "cannot be read: Too many levels of symbolic links": lambda path: path.symlink_to(path),
         "cannot be read: Permission denied": None,
     }

@@ -47,16 +47,10 @@ def text_of(row: dict, template: str = WITH_CALLS) -> str:
             {"messages": [ASKED, SAID], "tools": json.dumps([WEATHER])},
             {"messages": [ASKED, SAID], "tools": [WEATHER]},
         ),
-        (
-            {"messages": [ASKED, SAID], "tools": [json.dumps(WEATHER)]},
-            {"messages": [ASKED, SAID], "tools": [WEATHER]},
-        ),
+        ({"messages": [ASKED, SAID], "tools": [json.dumps(WEATHER)]}, {"messages": [ASKED, SAID], "tools": [WEATHER]}),
         ({"messages": [ASKED, SAID], "tools": ""}, {"messages": [ASKED, SAID]}),
         ({"messages": [ASKED, SAID], "tools": "[]"}, {"messages": [ASKED, SAID]}),
-        (
-            {"messages": [ASKED | {"content": PARTS}, SAID]},
-            {"messages": [ASKED, SAID]},
-        ),
+        ({"messages": [ASKED | {"content": PARTS}, SAID]}, {"messages": [ASKED, SAID]}),
         (
             {"conversations": [{"from": "human", "value": PARTS}, {"from": "gpt", "value": "no"}]},
             {"messages": [ASKED, SAID]},
@@ -116,7 +110,7 @@ def test_a_template_that_writes_the_content_null_as_a_word_is_refused(content):
     ids=["empty", "the first message", "users' messages", "nothing is marked"],
 )
 def test_a_template_that_writes_no_answer_is_refused(template):
-    with pytest.raises(UserError, match=r"^here: the chat template does not write the answer 1, so that nothing of it"):
+    with pytest.raises(UserError, match=r"^here: the chat template does not write the answer 1; give another"):
         text_of({"messages": [ASKED, SAID]}, template)
 
 

@@ -54,11 +54,8 @@ class Synthetic(TokenFile):
 
 
 FILES = [Synthetic(37, 0), Synthetic(11, 1), Synthetic(5, 2)]
-PHASES = {
-    0: fractions("7/10", "3/10", 0),
-    40 * BATCH: fractions("14/25", "6/25", "1/5"),
-    90 * BATCH: fractions(0, "1/3", "2/3"),
-}
+PHASES = {0: fractions("7/10", "3/10", 0), 40 * BATCH: fractions("14/25", "6/25", "1/5")}
+PHASES[90 * BATCH] = fractions(0, "1/3", "2/3")
 STEPS = 150
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from shmap_tp.check import check
 from shmap_tp.data.batches import open_data
-from shmap_tp.data.prepare import pack
+from shmap_tp.data.preparation import pack
 from shmap_tp.errors import UserError
 from shmap_tp.layers.context import next_token_batch
 from shmap_tp.prepare import main as prepare
@@ -56,7 +56,7 @@ def test_a_part_of_the_rows_is_a_sample_of_documents_of_all_lengths():
 def test_prepared_rows_train_each_document_once_and_suit_one_context(tmp_path, capsys, monkeypatch, window):
     """All tokens of a document but its first count as targets, with its end, and no filling; packed at once, or in
     several parts."""
-    monkeypatch.setattr("shmap_tp.data.prepare._PACKED", window)
+    monkeypatch.setattr("shmap_tp.data.preparation._PACKED", window)
     texts = ["a" * n for n in (1, 2, 3, 5, 8, 13, 14, 15, 7, 40)] + ["b" * n for n in (3, 9, 12)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     given = ["--text", str(tmp_path / "texts.jsonl"), "--out", str(tmp_path / "data"), "--validation", "0.3"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.data.chat_template import ChatTemplate
-from shmap_tp.data.conversations import PAIRS
+from shmap_tp.data.conversations import samples_of
 from shmap_tp.data.messages import pair
 from shmap_tp.data.metadata import META, read_meta
 from shmap_tp.data.token_files import open_token_file
@@ -17,9 +17,7 @@ from tests.helpers.preparation import run
 
 pytest.importorskip("jinja2")
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ 'a:' if add_generation_prompt }}"
 ASKED, OTHER = {"role": "user", "content": "2?"}, {"role": "user", "content": "3?"}
 YES, NO = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
 
@@ -111,10 +109,9 @@ def test_an_answer_of_several_turns_needs_a_template_that_ends_each(tmp_path, ca
     code, _, error = prepared([row, row | {"prompt": "3?"}], tmp_path, capsys)
     assert code == 2 and "line 1, chosen: an answer has several assistant turns" in error
     ended = TEMPLATE.replace("\n", "<|im_end|>\n")
-    (document,) = PAIRS.documents(
-        PAIRS.read(row, "a"), ChatTemplate(ended, "t", {}), re.compile(re.escape("<|im_end|>"))
-    )
-    counted = [[each.text[first:last] for first, last in each.answers] for each in document]
+    given = ChatTemplate(ended, "t", {}), re.compile(re.escape("<|im_end|>"))
+    document = [samples_of(each, *given) for each in pair(row, "a")]
+    counted = [[each.text[first:last] for first, last in each.answers] for (each,) in document]
     assert counted == [["yes<|im_end|>", "yes<|im_end|>"], ["no<|im_end|>"]]
 
 

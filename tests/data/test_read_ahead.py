@@ -53,10 +53,8 @@ class TwoOfFourRanks(jax.sharding.Sharding):
 
     def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict:
         size = shape[1] // 4
-        return {
-            device: (slice(None), slice(rank * size, rank * size + size), slice(None))
-            for rank, device in enumerate(jax.devices()[:2])
-        }
+        parts = {device: slice(rank * size, rank * size + size) for rank, device in enumerate(jax.devices()[:2])}
+        return {device: (slice(None), part, slice(None)) for device, part in parts.items()}
 
 
 def test_the_rows_of_a_step_are_requested_at_the_same_time_whatever_its_ranks_and_microbatches(config):

@@ -105,9 +105,8 @@ def test_a_file_is_read_in_chunks_that_know_their_lines(tmp_path, monkeypatch, n
     assert [text for chunk in chunks for text in texts_of(chunk, "text")] == WORDS
     ends = [chunk.end for chunk in chunks]
     assert ends == sorted(ends) and ends[-1] == file.size
-    assert [chunk.first for chunk in chunks] == [
-        1 + sum(len(c.content) for c in chunks[:i]) for i in range(len(chunks))
-    ]
+    firsts = [1 + sum(len(chunk.content) for chunk in chunks[:i]) for i in range(len(chunks))]
+    assert [chunk.first for chunk in chunks] == firsts
     assert max(sum(map(len, chunk.content)) for chunk in chunks) < 1000 + 100 and len(chunks) > 5
 
 
@@ -202,9 +201,8 @@ def test_the_name_of_a_file_says_its_split():
         "test": ["test/data-00000-of-00001.arrow"],
         None: ["trained/latest.jsonl", "a-test-bed.parquet", "unit-test/data.parquet"],
     }
-    assert {
-        split: [path for path in paths if split_of_name(path) == split] for split, paths in splits.items()
-    } == splits
+    found = {split: [each for each in paths if split_of_name(each) == split] for split, paths in splits.items()}
+    assert found == splits
 
 
 def saved(directory: Path, **splits: Sequence[str]) -> Path:
@@ -235,7 +233,7 @@ def test_the_directory_of_a_data_set_without_a_validation_split_is_divided_by_si
         assert (tmp_path / "out" / split).read_bytes() == (expected / split).read_bytes()
     shutil.rmtree(whole / "train")
     code, _, err = run(capsys, "--dataset", whole, "--out", tmp_path / "other")
-    assert code == 2 and "only files of the splits test; it needs some to train on" in err
+    assert code == 2 and "only files of the splits test; it needs `train`" in err
     (whole / "train.jsonl").write_text("{}")
     code, _, err = run(capsys, "--dataset", whole, "--out", tmp_path / "other")
     assert code == 2 and f"error: --dataset {whole}/train.jsonl, line 1: no text in the field" in err

@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from shmap_tp.data import prepare as preparation
-from shmap_tp.data import text_sources, tokenizing
+from shmap_tp.data import preparation, text_sources, tokenizing
+from shmap_tp.data.staging import staging
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from tests.helpers.fresh_process import ctrl_c_of_a_terminal
@@ -96,23 +98,28 @@ def preparing(target: Path, *more: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def test_what_a_killed_preparation_left_is_removed_and_a_live_one_is_not_touched(tmp_path):
-    out = tmp_path / "out.v1"
-    with preparing(out) as killed:
-        killed.kill()
-    (tmp_path / ".out.v1.0123abcd.partial").mkdir()  # of a version that had no lock
-    others = [tmp_path / ".out.v2.0123abcd.partial", tmp_path / ".out.v1.mine.partial", tmp_path / "out.v1.partial"]
-    for other in others:
-        other.mkdir()
-    with preparing(out):
-        left = {path.name for path in tmp_path.iterdir()}
-        assert len(left - {path.name for path in others}) == 2, left
-        make(out, "ab")
-        (live,) = {path.name for path in tmp_path.glob(".out.v1.*.partial")} - {others[1].name}
-        assert (tmp_path / live / "train.bin").stat().st_size == 1000
-    assert texts(out, "train") == ["ab"]
+def test_what_a_killed_preparation_left_is_removed_and_one_that_lives_is_waited_for(tmp_path):
+    out, other = tmp_path / "out.v1", tmp_path / ".out.v2.partial"
+    other.mkdir()
+    with ThreadPoolExecutor() as threads, preparing(out) as live:
+        second = threads.submit(make, out, "ab")
+        with pytest.raises(TimeoutError):
+            second.result(0.3)
+        assert (tmp_path / ".out.v1.partial/train.bin").stat().st_size == 1000
+        live.kill()
+    assert second.result() is None and texts(out, "train") == ["ab"]
     make(out, "xy", overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"out.v1", *(path.name for path in others)}
+    assert {path.name for path in tmp_path.iterdir()} == {"out.v1", other.name}
+
+
+def test_of_two_preparations_at_once_the_second_one_keeps_what_the_first_one_made(tmp_path):
+    with ThreadPoolExecutor() as threads, staging(tmp_path / "out", overwrite=False) as first:
+        second = threads.submit(make, tmp_path / "out", "second")
+        (first / "train.bin").write_bytes(b"")
+        time.sleep(0.2)
+    with pytest.raises(UserError, match="already holds prepared data"):
+        second.result()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):

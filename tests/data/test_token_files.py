@@ -86,11 +86,11 @@ def test_data_identity_contains_everything_that_determines_the_data_order(tmp_pa
 
 def test_the_scan_reads_all_chunks_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "_CHUNK", 16)
-    path = write_ids(tmp_path / "x.bin", [*range(20), 300, 1])
-    whole = TokenFile(path, context=4, vocabulary=301, dtype="uint16")
+    path = write_ids(tmp_path / "train.bin", [*range(20), 300, 1])
+    whole = TokenFile(tmp_path, "train", Meta(dtype="uint16"), context=4, vocabulary=301)
     assert whole.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     with pytest.raises(UserError, match=r"ids go up to 300, but model.vocabulary=300; use .*=301"):
-        TokenFile(path, context=4, vocabulary=300, dtype="uint16")
+        TokenFile(tmp_path, "train", Meta(dtype="uint16"), context=4, vocabulary=300)
 
 
 FAULTS = {

@@ -47,7 +47,7 @@ def test_boxes_are_written_where_they_are_read(tmp_path):
 
 def test_a_fifo_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(UserError, match="fifo is a FIFO, but a file is needed"):
+    with pytest.raises(UserError, match="fifo is no regular file, but a file is needed"):
         read_header(tmp_path / "fifo")
 
 
@@ -91,8 +91,10 @@ def test_every_slice_of_a_parameter_is_read_from_its_place_and_written_to_it(tmp
 
 def test_the_hash_of_a_tensor_is_that_of_all_of_its_bytes_a_block_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "HASHED_BYTES", 100)
-    write_tensors(tmp_path / "a", {"before": np.ones(3), "x": VALUES, "after": np.ones(2)})
-    assert read_header(tmp_path / "a")["x"].sha256() == hashlib.sha256(VALUES.tobytes()).digest()
+    write_tensors(tmp_path / "a", {"before": np.ones(3), "x": VALUES, "scalar": np.array(2.0)})
+    found = read_header(tmp_path / "a")
+    assert found["x"].sha256() == hashlib.sha256(VALUES.tobytes()).digest()
+    assert found["scalar"].sample() == np.float32(2).tobytes()
 
 
 def test_padding_of_the_vocabulary_is_zero_and_is_not_written(tmp_path):
@@ -139,7 +141,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
 
 def test_a_dtype_that_weights_do_not_have_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(header(x=("I64", [1], [0, 8])) + bytes(8))
-    with pytest.raises(UserError, match="x has the dtype I64; weights must be one of F64, F32, F16, BF16"):
+    with pytest.raises(UserError, match="x has the dtype I64; weights are of F64, F32, F16, BF16"):
         read_header(tmp_path / "a")
 
 

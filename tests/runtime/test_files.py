@@ -151,7 +151,7 @@ def test_a_start_appends_and_a_line_that_was_cut_short_is_ended(tmp_path, end):
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "lines")
     for read in (read_lines, read_lines_backwards):
-        with pytest.raises(UserError, match="lines is a FIFO, but a file is needed"):
+        with pytest.raises(UserError, match="lines is no regular file, but a file is needed"):
             next(read(tmp_path / "lines", is_own))
 
 

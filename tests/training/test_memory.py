@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import shmap_tp
-from shmap_tp import chat, evaluate, generate
+from shmap_tp import chat, command_model, evaluate, generate
 from shmap_tp.errors import UserError
 from shmap_tp.training import environment, loop
 from shmap_tp.training.environment import explained_memory_errors, require_host_memory
@@ -13,20 +13,26 @@ from tests.helpers.pretrained_models import write_directory
 from tests.helpers.run_fixtures import tiny
 
 
+def has_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(environment.os, "sysconf", lambda name: size if name == "SC_PHYS_PAGES" else 1)
+
+
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1)])
-def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(functions, shape):
+def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(functions, shape, monkeypatch):
     """On (8, 1) every device has a copy."""
     state = random_state(functions(*shape), 0)
     needed = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
-    require_host_memory(functions(*shape).shapes, needed)
+    has_memory(monkeypatch, needed)
+    require_host_memory(functions(*shape).shapes)
+    has_memory(monkeypatch, needed - 1)
     with pytest.raises(UserError, match=r"optimizer state take .* GB on the emulated devices, but this machine has"):
-        require_host_memory(functions(*shape).shapes, needed - 1)
+        require_host_memory(functions(*shape).shapes)
 
 
 def test_a_run_is_refused_before_its_state_is_made_and_says_if_it_emulates_too_many_devices(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("shmap_tp.training.run.require_host_memory", lambda shapes: require_host_memory(shapes, 1000))
+    has_memory(monkeypatch, 1000)
     for cores, expected in [(2, ""), (1, "warning: 8 devices are emulated on 1 core,")]:
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         monkeypatch.setattr(environment, "EMULATED_PER_CORE", 4)
@@ -67,7 +73,7 @@ def test_a_command_that_uses_a_model_explains_that_a_device_is_out_of_memory(tmp
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nmany more lines")
 
     for command, more in ((generate, ["--prompt", "a"]), (chat, []), (evaluate, [])):
-        monkeypatch.setattr(command, "open_model", open_model)
+        monkeypatch.setattr(command_model, "open_model", open_model)
         assert command.main(["--checkpoint", str(tmp_path), *more]) == 2
         first, second = capsys.readouterr().err.splitlines()
         assert first == "error: a device has not enough memory: RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.;"

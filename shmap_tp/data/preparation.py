@@ -27,21 +27,18 @@ from jaxtyping import Bool, Integer
 from shmap_tp.config.schema import DataConfig
 from shmap_tp.config.values import check_path
 from shmap_tp.data import text_sources
-from shmap_tp.data.conversations import PAIRS, ChatSource
+from shmap_tp.data.conversations import ChatSource
 from shmap_tp.data.location import FILES, stdlib_meta
 from shmap_tp.data.metadata import DTYPES, META, SPLITS
-from shmap_tp.data.staging import remove_stale, staging
+from shmap_tp.data.staging import recover, staging
 from shmap_tp.data.subwords import train_tokenizer
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
-from shmap_tp.data.tokenizing import id_dtype, parts_key, tokenized
+from shmap_tp.data.tokenizing import DocumentSource, id_dtype, parts_key, tokenized
 from shmap_tp.errors import UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.files import file_size, read_file
 
 _PACKED = 1 << 24  # tokens that are packed at a time
-
-
-Source = text_sources.TextSource | ChatSource
 
 
 class HashedFile:
@@ -119,7 +116,7 @@ class TokenWriter:
 
 
 def prepare(
-    source: Source,
+    source: DocumentSource,
     tokenizer: Tokenizer,
     out: Path | str,
     *,
@@ -157,7 +154,7 @@ def check_out(out: Path | str, overwrite: bool, key: str = "--out") -> Path:
     check_path(key, str(out), ())
     with _messages(out, key):
         target = Path(os.path.realpath(out))
-        remove_stale(target)
+        recover(target)
         _check_free(target, overwrite, key)
         return target
 
@@ -193,7 +190,7 @@ def prepare_stdlib(out: Path | str, vocabulary: int = Bytes.vocabulary) -> dict:
 
 
 def _write_splits(
-    source: Source,
+    source: DocumentSource,
     documents: Iterable[tuple[str, Integer[np.ndarray, " _"]]],
     tokenizer: Tokenizer,
     directory: Path,
@@ -220,7 +217,7 @@ def _write_splits(
         more["counted_tokens"] = {split: writer.counted for split, writer in writers.items()}
     if isinstance(source, ChatSource):
         more |= source.rendering
-        if source.kind is PAIRS:
+        if source.pairs:
             more["pairs"] = {split: writer.documents for split, writer in writers.items()}
     return {
         "vocabulary": tokenizer.vocabulary,
@@ -242,10 +239,7 @@ def _check_free(target: Path, overwrite: bool, key: str) -> None:
         holds = "" if is_file else f"holds {shown(min(foreign))}, which is not prepared data; choose another {key}"
         raise UserError(f"{target} {holds or f'is a file; {key} must name a directory'}")
     if existing and not overwrite:
-        raise UserError(
-            f"{target} already holds prepared data; choose another {key}, or replace it with "
-            "`python -m shmap_tp.prepare ... --overwrite`"
-        )
+        raise UserError(f"{target} already holds prepared data; choose another {key}, or replace it with --overwrite")
 
 
 def pack(documents: Sequence[Integer[np.ndarray, " _"]], row: int, filling: int) -> Integer[np.ndarray, "rows row"]:

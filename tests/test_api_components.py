@@ -94,7 +94,7 @@ def test_a_run_with_an_mlp_of_ones_own_goes_on_with_it_or_is_refused_by_name(tmp
 
 
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["split"] == "train"]
+    return [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["split"] == "train"][::-1]
 
 
 def test_a_run_with_a_matmul_in_a_loop_has_no_mfu_and_says_why(tmp_path, monkeypatch, capsys):

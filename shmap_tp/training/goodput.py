@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,23 @@ from shmap_tp.training.metrics import is_metric
 TIME = "time.jsonl"
 
 
-class TimeCategory(StrEnum):
-    """Categories of wall time with their labels, in the order of the table."""
-
-    label: str
-
-    def __new__(cls, value: str, label: str) -> "TimeCategory":
-        member = str.__new__(cls, value)
-        member._value_, member.label = value, label
-        return member
-
-    steps = "steps", "steps that count: goodput"
-    skipped = "skipped", "skipped steps"
-    lost = "lost", "steps lost by a restart"
-    start = "start", "start-up"
-    compile = "compile", "compiling the step"
-    data = "data", "waiting for data"
-    evaluation = "evaluation", "evaluation"
-    samples = "samples", "samples of text"
-    checkpoint = "checkpoint", "checkpoints"
-    replicas = "replicas", "comparing replicas, replays"
-    profile = "profile", "writing the profile"
-    drawing = "drawing", "writing the report"
-    down = "down", "down between runs"
+LABELS = {
+    "steps": "steps that count: goodput",
+    "skipped": "skipped steps",
+    "lost": "steps lost by a restart",
+    "start": "start-up",
+    "compile": "compiling the step",
+    "data": "waiting for data",
+    "evaluation": "evaluation",
+    "samples": "samples of text",
+    "checkpoint": "checkpoints",
+    "replicas": "comparing replicas, replays",
+    "profile": "writing the profile",
+    "drawing": "writing the report",
+    "down": "down between runs",
+}
+TimeCategory = StrEnum("TimeCategory", [*LABELS])
+"""Categories of wall time, in the order of the table."""
 
 
 class TimeBreakdown:
@@ -100,7 +95,7 @@ class TimeBreakdown:
     def table(self) -> str:
         """The categories of a tenth of a second or more, as aligned lines."""
         rows = [
-            (category.label, self.seconds(category))
+            (LABELS[category], self.seconds(category))
             for category in TimeCategory
             if self.seconds(category) >= 0.1 or category == TimeCategory.steps
         ]
@@ -215,42 +210,20 @@ def read_breakdown(directory: Path) -> tuple[TimeBreakdown, dict[str, Any] | Non
 
 def _is_span(line: dict[str, Any]) -> bool:
     """Whether an object is a line of time.jsonl."""
-    cause = line.get("cause")
-    counts = {TimeCategory.start: ["first"], TimeCategory.steps: ["first", "last", "skipped"]}
-    return (
-        isinstance(cause, str)
-        and cause in TimeCategory.__members__
-        and all(isinstance(line.get(name), float | int) and abs(line[name]) < 1e12 for name in ("begin", "seconds"))
-        and all(type(line.get(name)) is int and 0 <= line[name] < 2**63 for name in counts.get(cause, []))
-    )
+    return line.keys() >= {"cause", "begin", "seconds"} and line["cause"] in TimeCategory.__members__
 
 
 def _unwritten_steps(metrics: Path, end: float) -> dict[str, Any] | None:
     """A line for the steps that ended after `end`: they are in metrics.jsonl but not in time.jsonl."""
-    first = last = None
-    skipped, last_end = 0, end
-    for line in read_lines_backwards(metrics, is_metric):
-        ended = _seconds(line.get("time"))
-        if ended is None:
-            continue
-        if ended <= end:
-            break
-        first = line["step"]
-        if last is None:
-            last, last_end = first, ended
-        skipped += line.get("skipped_in_a_row", 0) != 0
-    if first is None or last is None:
+    lines = read_lines_backwards(metrics, is_metric)
+    timed = ((datetime.fromisoformat(line["time"]).timestamp(), line) for line in lines if "time" in line)
+    after = [*takewhile(lambda each: each[0] > end, timed)]
+    if not after:
         return None
-    steps = {"first": first - 1, "last": last, "skipped": skipped}
+    (last_end, last), (_, first) = after[0], after[-1]
+    skipped = sum(line["skipped_in_a_row"] != 0 for _, line in after)
+    steps = {"first": first["step"] - 1, "last": last["step"], "skipped": skipped}
     return {"cause": TimeCategory.steps, "begin": end, "seconds": last_end - end} | steps
-
-
-def _seconds(time: Any) -> float | None:
-    """Seconds since 1970 of an ISO 8601 time; None if it is none."""
-    try:
-        return datetime.fromisoformat(time).timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 # A profile of chosen steps
@@ -273,7 +246,7 @@ class Profile:
         steps = config.train.profile
         if steps and steps[0] <= done:
             print_on_process_0(
-                f"no profile: train.profile={steps} begins before step {done + 1}, the first step of this process"
+                f"no profile: train.profile={steps} is before step {done + 1}, the first of this process"
             )
             steps = None
         self._first, self._last = steps or (None, None)

@@ -11,7 +11,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from shmap_tp.config.validate import mesh_shape
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
-from shmap_tp.runtime.files import appending, read_lines, read_lines_backwards, write_atomically, writing
+from shmap_tp.runtime.files import appending, read_lines_backwards, write_atomically, writing
 from shmap_tp.training.evaluation import Evaluation, describe
 
 LONGEST_SILENCE = 30.0
@@ -53,9 +52,7 @@ class Recorder:
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool):
         """Append to the metrics.jsonl of the same run; lines after `first_step` are of lost steps (`read_metrics`)."""
-        self._enabled = enabled
-        self._every = config.log.every
-        self._steps = config.train.steps
+        self._enabled, self._every, self._steps = enabled, config.log.every, config.train.steps
         self._printed = -math.inf  # when the last line was printed: the first step has one
         self._writers: list[Any] = []
         self.has_validation = False
@@ -64,7 +61,7 @@ class Recorder:
             return
         directory = Path(config.run.dir)
         self._file = directory / "metrics.jsonl"
-        last = list(takewhile(lambda line: line["step"] >= first_step, read_lines_backwards(self._file, is_metric)))
+        last = takewhile(lambda line: line["step"] >= first_step, read_lines_backwards(self._file, is_metric))
         self.has_validation = any(line["step"] == first_step and line["split"] == "validation" for line in last)
         segment = next((line["segment"] + 1 for line in read_lines_backwards(self._file, is_metric)), 0)
         self._common = {"mesh": mesh_shape(config.mesh), "segment": segment}
@@ -151,14 +148,9 @@ class Meter:
     within `paused` belongs to no step.
     """
 
-    def __init__(
-        self, record: Callable[[dict[str, Any]], None], tokens_per_step: int, flops_per_token: int, peak: Peak | None
-    ):
+    def __init__(self, record: Callable[[dict], None], tokens_per_step: int, flops_per_token: int, peak: Peak | None):
         """`record` receives the metrics of each step; MFU is None if `peak` is."""
-        self._record = record
-        self._tokens = tokens_per_step
-        self._flops = flops_per_token
-        self._peak = peak
+        self._record, self._tokens, self._flops, self._peak = record, tokens_per_step, flops_per_token, peak
         self._pending: tuple[int, Any] | None = None
         self.seconds_per_step = math.nan
         """As of the last step that was recorded."""
@@ -189,39 +181,27 @@ class Meter:
         self._ends.append(time.perf_counter())
         seconds = self.seconds_per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         rate = self._tokens / seconds
-        timing = {
-            "tokens_per_second": rate,
-            "seconds_per_step": seconds,
-            "tokens": step * self._tokens,
-            "mfu": rate * self._flops / self._peak.flops if self._peak else None,
-        }
-        self._record({"step": step} | values | timing)
+        timing = {"tokens_per_second": rate, "seconds_per_step": seconds, "tokens": step * self._tokens}
+        mfu = rate * self._flops / self._peak.flops if self._peak else None
+        self._record({"step": step} | values | timing | {"mfu": mfu})
 
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl, if there is one, but those of steps that a later start has trained again."""
-    begins: dict[int, int] = {}
-    for line in read_lines(file, is_metric):
+    """The lines of a metrics.jsonl, if there is one, the last one first, but those of steps that a later start has
+    trained again."""
+    segment, first, end = None, math.inf, math.inf
+    for line in read_lines_backwards(file, is_metric):
+        if line["segment"] != segment:
+            segment, end = line["segment"], min(end, first)
         if line["split"] == "train":
-            begins.setdefault(line["segment"], line["step"])
-
-    @cache
-    def end(segment: int) -> int | float:
-        return min((first for later, first in begins.items() if later > segment), default=math.inf)
-
-    return (line for line in read_lines(file, is_metric) if line["step"] < end(line["segment"]))
+            first = line["step"]
+        if line["step"] < end:
+            yield line
 
 
 def is_metric(line: dict[str, Any]) -> bool:
     """Whether an object has what every line of metrics.jsonl has."""
-    loss, mesh = line.get("loss"), line.get("mesh")
-    return (
-        line.get("split") in ("train", "validation")
-        and all(type(line.get(name)) is int for name in ("step", "segment"))
-        and (loss is None or isinstance(loss, float))
-        and isinstance(mesh, list)
-        and all(type(size) is int for size in mesh)
-    )
+    return line.keys() >= {"split", "step", "segment", "loss", "mesh"}
 
 
 def format_samples(step: int, texts: dict[str, str]) -> str:
@@ -278,12 +258,10 @@ class WeightsAndBiasesWriter:
     """
 
     def __init__(self, config: Config):
-        wandb = _import_wandb()
         settings = {"project": config.log.wandb_project, "name": config.run.name, "dir": config.run.dir}
         settings |= {"id": _wandb_id(Path(config.run.dir)), "resume": "allow"}
-        self._wandb = wandb
-        with _wandb_errors(wandb):
-            self._run = wandb.init(**settings, config=to_dict(config))
+        with _wandb() as self._wandb:
+            self._run = self._wandb.init(**settings, config=to_dict(config))
         self._run.define_metric("*", step_metric="step")  # the default axis counts lines, including those of validation
 
     def write(self, line: dict[str, Any]) -> None:
@@ -307,26 +285,21 @@ def check_weights_and_biases(config: Config) -> None:
     """
     if not config.log.wandb:
         return
-    wandb = _import_wandb()
-    with _wandb_errors(wandb):
+    with _wandb() as wandb:
         wandb.Settings(project=config.log.wandb_project)
         if os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
             wandb.login(verify=True)  # asks for a key on a terminal; raises without one; does nothing if W&B is offline
 
 
-def _import_wandb() -> Any:
+@contextmanager
+def _wandb() -> Iterator[Any]:
+    """Context with the module wandb, whose errors become `UserError`, with a way out."""
     try:
         import wandb
     except ImportError as error:
         raise UserError("log.wandb=true needs wandb: pip install -e '.[wandb]'") from error
-    return wandb
-
-
-@contextmanager
-def _wandb_errors(wandb: Any) -> Iterator[None]:
-    """Raise errors of wandb as `UserError`, with a way out."""
     try:
-        yield
+        yield wandb
     except (wandb.Error, ValueError) as error:  # its settings raise ValueError
         raise UserError(
             f"log.wandb=true, but W&B cannot start: {str(error).splitlines()[0]}\ncorrect log.wandb_project, log in "

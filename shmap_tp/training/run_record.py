@@ -6,7 +6,7 @@ Only reads, so the run may be under way; what a later start has trained again is
 import math
 import shlex
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,8 @@ from shmap_tp.training.checkpoint_files import absolute, checkpoint_steps
 from shmap_tp.training.goodput import TimeBreakdown, read_breakdown
 from shmap_tp.training.metrics import read_metrics
 
-NEEDED = {
-    "run.name",
-    "model.name",
-    "model.vocabulary",
-    "train.steps",
-    "optimizer.warmup_steps",
-    "optimizer.decay_steps",
-}
+NEEDED = {"run.name", "model.name", "model.vocabulary", "train.steps"}
+NEEDED |= {"optimizer.warmup_steps", "optimizer.decay_steps"}
 """Keys of every config.yaml of a run."""
 
 
@@ -60,6 +54,8 @@ class RunRecord:
     """What the model wrote, by step and prompt."""
     sources: dict[str, float] = field(default_factory=dict)
     """The newest validation loss of each source."""
+    wanted: Collection[str] = ()
+    """The `series` that are kept, beside the validation loss."""
     _series: dict[str, array] = field(default_factory=dict)
 
     @property
@@ -85,33 +81,43 @@ class RunRecord:
         finite = values[(start.first <= steps) & (steps <= start.last) & np.isfinite(values)]
         return float(np.median(finite)) if finite.size else None
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Add a line of metrics.jsonl."""
-        step, split, source, loss = line["step"], line["split"], line.get("source"), line["loss"]
-        if source is not None:
-            self.sources[str(source)] = math.nan if loss is None else loss
-            return
-        if split == "train":
-            start = self.starts.setdefault(line["segment"], Start(tuple(line["mesh"]), step, step))
-            start.last = step
-            if "why_skipped" in line:
-                self.skipped.append((step, str(line["why_skipped"])))
-        for name, value in line.items():
-            if value is None or isinstance(value, float):
-                value = math.nan if value is None else value
-                self._series.setdefault(f"{split}/{name}", array("d")).extend((step, value))
+    def read_metrics(self) -> None:
+        """Add what metrics.jsonl has, of which the last line is read first."""
+        wanted = {*self.wanted, "validation/loss"}
+        for line in read_metrics(self.directory / "metrics.jsonl"):
+            step, split, source, loss = line["step"], line["split"], line.get("source"), line["loss"]
+            if source is not None:
+                self.sources.setdefault(str(source), math.nan if loss is None else loss)
+                continue
+            if split == "train":
+                self.starts.setdefault(line["segment"], Start(tuple(line["mesh"]), step, step)).first = step
+                if "why_skipped" in line:
+                    self.skipped.append((step, str(line["why_skipped"])))
+            for name, value in line.items():
+                if f"{split}/{name}" in wanted:
+                    value = math.nan if value is None else value
+                    self._series.setdefault(f"{split}/{name}", array("d")).extend((value, step))
+        for values in (self.skipped, *self._series.values()):
+            values.reverse()
+        self.starts, self.sources = (dict(reversed(each.items())) for each in (self.starts, self.sources))
 
 
-def read_run(directory: Path) -> RunRecord:
-    """What is recorded of the run in `directory`.  Raises UserError if no run has started there."""
+def shown_path(directory: Path) -> str:
+    """The name of a directory where a program would take one that begins with _ or - for something else."""
+    name = str(directory)
+    return f"./{name}" if name.startswith(("_", "-")) else name
+
+
+def read_run(directory: Path, wanted: Collection[str] = ()) -> RunRecord:
+    """What is recorded of the run in `directory`, with the `wanted` series.  Raises UserError if no run has started
+    there."""
     values = flat_values(directory / "config.yaml")
     if values is None or not values.keys() >= NEEDED:
         raise UserError(f"{shown(directory)} has no config.yaml of a run; name a run.dir, such as runs/first")
     checkpoint_dir = saved_checkpoint_dir(directory / "config.yaml") or ""
     saved = [] if "://" in checkpoint_dir or not checkpoint_dir else checkpoint_steps(absolute(checkpoint_dir))
-    record = RunRecord(directory, values, read_breakdown(directory)[0], checkpoint_dir, saved)
-    for line in read_metrics(directory / "metrics.jsonl"):
-        record.add(line)
+    record = RunRecord(directory, values, read_breakdown(directory)[0], checkpoint_dir, saved, wanted=wanted)
+    record.read_metrics()
     for line in read_lines(directory / "samples.jsonl", lambda line: line.keys() >= {"step", "prompt", "text"}):
         if line["step"] <= record.step:
             record.samples[line["step"], line["prompt"]] = line["text"]
@@ -125,5 +131,5 @@ def continue_command(directory: Path, values: Mapping[str, Any], finished: bool)
         more.append(f"train.steps={2 * steps}")
         if values["optimizer.decay_steps"] <= values["optimizer.warmup_steps"]:  # the decay has not begun
             more.append(f"optimizer.decay_steps={2 * steps}")
-    words = ["--cfg", str(directory / "config.yaml"), *more, "--resume"]
+    words = ["--cfg", shown_path(directory / "config.yaml"), *more, "--resume"]
     return f"{as_installed('python main.py')} {shlex.join(words)}"

@@ -17,12 +17,12 @@ from jaxtyping import Float64
 
 from shmap_tp.config.compose import load, to_dict
 from shmap_tp.config.validate import named_sizes
-from shmap_tp.config.yaml_files import CONF, as_installed
+from shmap_tp.config.yaml_files import CONF, as_installed, flat
 from shmap_tp.errors import escaped
 from shmap_tp.errors import shown as in_one_line
 from shmap_tp.runtime.files import replacing, writing
-from shmap_tp.training.goodput import TimeCategory
-from shmap_tp.training.run_record import RunRecord, continue_command, read_run
+from shmap_tp.training.goodput import LABELS, TimeCategory
+from shmap_tp.training.run_record import RunRecord, continue_command, read_run, shown_path
 
 REPORT = "report.html"
 CHARTS = {
@@ -101,7 +101,7 @@ def write_report(directories: Sequence[Path], file: Path) -> Path:
 
     Raises UserError if one of them has no run, StorageError if the page cannot be written.
     """
-    page = report([read_run(directory) for directory in directories])
+    page = report([read_run(directory, CHARTS) for directory in directories])
     with writing(file), replacing(file) as stream:
         stream.write(page)
     return file
@@ -217,7 +217,7 @@ def _curves(records: Sequence[RunRecord], name: str) -> Iterator[tuple[str, Poin
     for record in records:
         points = record.series(name)
         if len(records) > 1 or name.startswith("validation"):
-            yield escaped(str(record.directory)), points
+            yield escaped(shown_path(record.directory)), points
             continue
         for start in record.starts.values():
             own = (start.first <= points[:, 0]) & (points[:, 0] <= start.last)
@@ -262,10 +262,10 @@ def _wall_time(records: Sequence[RunRecord]) -> Html:
         last += [number(record.time.total, ",.1f"), "", f"starts: {record.time.starts}"]
     for category in TimeCategory:
         if any(record.time.seconds(category) >= 0.1 for record in records):
-            rows.append([category.label])
+            rows.append([LABELS[category]])
             for seconds, total in ((record.time.seconds(category), record.time.total) for record in records):
                 share = seconds / total if total else 0.0
-                bar = tag("td", tag("meter", value=f"{share:.4f}", title=category.label))
+                bar = tag("td", tag("meter", value=f"{share:.4f}", title=LABELS[category]))
                 rows[-1] += [number(seconds, ",.1f"), number(share, ".1%"), bar]
     return table(head, [*rows, last])
 
@@ -298,10 +298,7 @@ def nearest_packaged(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     found = {}
     for file in [CONF / "config.yaml", CONF / "base.yaml", *sorted((CONF / "recipes").glob("*.yaml"))]:
         if file.parent == CONF or f"model: {values['model.name']}\n" in file.read_text():
-            sections = to_dict(load(file, []))
-            found[as_installed(f"conf/{file.relative_to(CONF)}")] = {
-                f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()
-            }
+            found[as_installed(f"conf/{file.relative_to(CONF)}")] = flat(to_dict(load(file, [])))
     return min(found.items(), key=lambda item: sum(values.get(key) != value for key, value in item[1].items()))
 
 

@@ -190,15 +190,13 @@ def bits(state: State) -> list[bytes]:
 
 def lines(directory: Path, split: str = "train") -> list[dict]:
     """The lines of metrics.jsonl of one split."""
-    return [line for line in read_metrics(directory / "run" / "metrics.jsonl") if line["split"] == split]
+    return [line for line in read_metrics(directory / "run" / "metrics.jsonl") if line["split"] == split][::-1]
 
 
 def values(directory: Path, split: str = "train") -> list[tuple]:
     """The part of metrics.jsonl that depends neither on the clock nor on how often the run was started."""
-    return [
-        (line["step"], line["loss"], line.get("grad_norm"), line.get("learning_rate"))
-        for line in lines(directory, split)
-    ]
+    names = "step", "loss", "grad_norm", "learning_rate"
+    return [tuple(map(line.get, names)) for line in lines(directory, split)]
 
 
 def assert_same_run(directory: Path, expected: Path) -> None:
@@ -278,8 +276,8 @@ def together(count: int, *arguments: str, last: Sequence[str] = ()) -> AbstractC
 def wait_for_step(process: subprocess.Popen, directory: Path, step: int) -> None:
     """Wait until metrics.jsonl has `step`."""
     for _ in range(6000):
-        seen = list(read_metrics(directory / "run" / "metrics.jsonl"))
-        if seen and seen[-1]["step"] >= step:
+        seen = next(read_metrics(directory / "run" / "metrics.jsonl"), None)
+        if seen and seen["step"] >= step:
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)

@@ -165,10 +165,8 @@ def test_a_profile_interrupted_by_a_stop_is_written_and_not_restarted(tmp_path, 
         assert loop.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0")) == STOPPED
     assert traced(tmp_path / "run")[0] == [3, 4]
     assert loop.train(tiny(tmp_path, "train.profile=[3,5]", "evaluate.every=0", "checkpoint.resume=must")) == 0
-    assert (
-        "no profile: train.profile=[3, 5] begins before step 5, the first step of this process"
-        in capsys.readouterr().out
-    )
+    said = "no profile: train.profile=[3, 5] is before step 5, the first of this process"
+    assert said in capsys.readouterr().out
     assert traced(tmp_path / "run")[0] == [3, 4] and len(lines(tmp_path)) == 8
 
 

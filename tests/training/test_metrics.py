@@ -31,9 +31,8 @@ def test_the_line_of_a_step_has_accuracies_and_what_experts_dropped(tmp_path, ca
     with Recorder(tiny(tmp_path, "log.every=1"), 0, enabled=True) as recorder:
         recorder.train(step | {"reward_accuracy": 0.75})
         recorder.train(step | {"step": 2, "experts_dropped": 0.125})
-        recorder.validation(
-            2, mixed({"a": replace(HALF, experts_dropped=0.5), "b": replace(HALF, experts_dropped=0.0)}, MIX)
-        )
+        each = {"a": replace(HALF, experts_dropped=0.5), "b": replace(HALF, experts_dropped=0.0)}
+        recorder.validation(2, mixed(each, MIX))
     printed = capsys.readouterr().out
     assert "validation loss 0.5000, dropped 12.5%" in printed
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["experts_dropped"] == 0.125
@@ -123,15 +122,18 @@ def test_a_start_appends_and_lines_of_steps_that_it_trains_again_are_not_read(tm
     before = "".join(json.dumps(line) + "\n" for line in earlier) + '{"split": "train", "st'
     file.write_text(before)
     kept = [(0, 1), (0, 2), (0, 2), (1, 3), (1, 3)]
-    assert [(line["segment"], line["step"]) for line in read_metrics(file)] == [*kept, (1, 4)]
+
+    def read() -> list[tuple[int, int]]:
+        return [(line["segment"], line["step"]) for line in read_metrics(file)][::-1]
+
+    assert read() == [*kept, (1, 4)]
     with Recorder(config, 3, enabled=True) as recorder:
         assert recorder.has_validation
-        assert [(line["segment"], line["step"]) for line in read_metrics(file)] == [*kept, (1, 4)], "nothing yet"
-        recorder.train(
-            line(2, 4) | {"learning_rate": 0.1, "tokens_per_second": 1.0, "mfu": None, "seconds_per_step": 1}
-        )
+        assert read() == [*kept, (1, 4)], "nothing yet"
+        rates = {"learning_rate": 0.1, "tokens_per_second": 1.0, "mfu": None, "seconds_per_step": 1}
+        recorder.train(line(2, 4) | rates)
         recorder.validation(4, HALF)
-    assert [(line["segment"], line["step"]) for line in read_metrics(file)] == [*kept, (2, 4), (2, 4)]
+    assert read() == [*kept, (2, 4), (2, 4)]
     assert file.read_text().startswith(before + "\n")
     with Recorder(config, 5, enabled=True) as recorder:
         assert not recorder.has_validation, "that of segment 0 is of a lost step"

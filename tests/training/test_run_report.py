@@ -17,7 +17,7 @@ from shmap_tp import report
 from shmap_tp.config.compose import CONF, load, to_yaml
 from shmap_tp.config.yaml_files import flat_values
 from shmap_tp.training import metrics, run_report
-from shmap_tp.training.goodput import TimeCategory
+from shmap_tp.training.goodput import LABELS, TimeCategory
 from shmap_tp.training.run_record import read_run
 from shmap_tp.training.run_report import MOST_POINTS, nearest_packaged, thinned, write_report
 from tests.helpers.run_fixtures import STEPS, lines
@@ -104,7 +104,7 @@ def test_a_report_shows_what_the_files_of_a_run_record(uninterrupted, tmp_path, 
     for span in map(json.loads, (run / "time.jsonl").read_text().splitlines()):
         spent[span["cause"]] += span["seconds"]
     for category, seconds in ((TimeCategory(cause), seconds) for cause, seconds in spent.items() if seconds >= 0.1):
-        assert rows[category.label][:2] == [f"{seconds:,.1f}", f"{seconds / spent.total():.1%}"]
+        assert rows[LABELS[category]][:2] == [f"{seconds:,.1f}", f"{seconds / spent.total():.1%}"]
     speed = median(line["tokens_per_second"] for line in steps)
     assert rows[str(run)] == ["dp=2, mp=4", f"1 to {STEPS}", f"{speed:,.0f}", ""]
     assert rows["model.width"] == ["32", "128"] and "optimizer.name" not in rows
@@ -159,12 +159,20 @@ def test_runs_side_by_side_have_a_curve_each_and_a_table_of_what_differs(tmp_pat
     assert f"To continue of {one}" in shown.words and f"To continue of {other}" in shown.words
 
 
+def test_a_directory_whose_name_begins_like_an_option_or_is_hidden_by_matplotlib_is_shown(
+    tmp_path, monkeypatch, figures
+):
+    monkeypatch.chdir(tmp_path)
+    shown = page(write_run(Path("-one"), [{}]), write_run(Path("_other"), [{}]))
+    assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()][:2] == ["./-one", "./_other"]
+    assert "--cfg ./-one/config.yaml --resume" in shown.words
+
+
 def test_values_that_are_not_finite_and_skipped_steps_are_counted(tmp_path, figures):
     steps = [{"loss": None, "why_skipped": "loss nan"}, {"loss": 2.0, "tokens_per_second": 98765.4}, {"loss": 1.5}]
     shown = page(write_run(tmp_path / "run", steps, validation(3, None), validation(3, 1.25, source="code")))
-    assert (
-        "2 at step 2, to 1.5 at step 3, lowest 1.5 at step 3, highest 2 at step 2. 1 of 3 values are not" in shown.words
-    )
+    words = "2 at step 2, to 1.5 at step 3, lowest 1.5 at step 3, highest 2 at step 2. 1 of 3 values are not"
+    assert words in shown.words
     assert "highest 98,765 at step 2" in shown.words
     assert "Validation nan at step 3, code 1.2500" in shown.words
     assert ["1", "loss nan"] in shown.rows() and {row[0]: row[1:] for row in shown.rows()}["skipped steps"] == ["1"]
@@ -197,9 +205,8 @@ def test_no_text_of_a_file_is_markup_and_nothing_is_fetched(tmp_path):
     (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     shown = page(run, write_run(tmp_path / "other", [{}], validation(1, 3.0)))
     assert not {"script", "img", "link", "iframe", "image", "use"} & {tag for tag in shown.tags if tag != "use"}
-    assert (
-        "</pre><img src=x onerror=y> & http://x" in shown.text and '<script src="http://x">\\xd800\\x1b' in shown.text
-    )
+    assert "</pre><img src=x onerror=y> & http://x" in shown.text
+    assert '<script src="http://x">\\xd800\\x1b' in shown.text
     fetching = {"src", "href", "xlink:href", "srcset", "data", "action", "poster"}
     assert all(value.startswith("#") for name, value in shown.attributes if name in fetching)
     style = " ".join(re.findall(r"<style.*?</style>", shown.html, re.DOTALL) + [v for n, v in shown.attributes if v])
@@ -208,9 +215,8 @@ def test_no_text_of_a_file_is_markup_and_nothing_is_fetched(tmp_path):
 
 def test_every_chart_has_its_numbers_in_words(uninterrupted, tmp_path):
     shown = Page(write_report([uninterrupted / "run"], tmp_path / "report.html"))
-    charts = re.findall(
-        r"<figure><h3>(.+?)</h3><svg role=\"img\".*?</svg><figcaption>(.*?)</figcaption>", shown.html, re.S
-    )
+    pattern = r"<figure><h3>(.+?)</h3><svg role=\"img\".*?</svg><figcaption>(.*?)</figcaption>"
+    charts = re.findall(pattern, shown.html, re.S)
     assert len(charts) == shown.tags.count("svg") == 4
     assert all(re.search(r"\d at step 1, to .*\d at step 8, lowest .* highest ", words) for _, words in charts)
     assert not {*run_report.COLOURS, run_report.INK, run_report.FAINT} & {*re.findall("#[0-9a-f]{6}", shown.html)}

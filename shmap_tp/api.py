@@ -39,29 +39,15 @@ from shmap_tp.layers.context import (
 from shmap_tp.model.sharded_model import MODEL_PARTS, held_in
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.weights import quantized_as, require_unquantized
+from shmap_tp.pretrained import start
 from shmap_tp.pretrained.configuration import derive_model, require_expressible
 from shmap_tp.pretrained.peft import SavedAdapter, open_adapter
 from shmap_tp.pretrained.source import Source, open_source
-from shmap_tp.pretrained.start import (
-    identify,
-    pretrained_parameters,
-    recorded_base,
-    recorded_source,
-    restored_parameters,
-    with_base_on_disk,
-    with_pretrained,
-)
 from shmap_tp.pretrained.writing import Form, save_model, text_for_export
+from shmap_tp.training import environment
 from shmap_tp.training.checkpoint_files import absolute, find_checkpoint, read_facts, saved_config
 from shmap_tp.training.components_file import components_of, require_components
-from shmap_tp.training.environment import (
-    USE,
-    compute_dtype,
-    emulate_devices,
-    precision_of,
-    require_host_memory,
-    resolve,
-)
+from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
 
@@ -128,9 +114,9 @@ class Model:
         """
         config, mesh, functions = build(config, components_of(config, components))
         if config.model.from_pretrained is not None:
-            parameters, source = pretrained_parameters(config, functions.shapes, pretrained_dtype, adapter)
+            parameters, source = start.pretrained_parameters(config, functions.shapes, pretrained_dtype, adapter)
             return cls(config, mesh, finished(mesh, functions.model.with_initial(parameters)), functions, source)
-        require_host_memory(functions.shapes, purpose=USE)
+        environment.require_host_memory(functions.shapes, purpose=environment.USE)
         return cls(config, mesh, finished(mesh, functions.initialize()), functions)
 
     @classmethod
@@ -158,12 +144,12 @@ class Model:
         """
         check_path("directory", str(directory), SCHEMES["checkpoint.dir"])
         if processes == 1:
-            emulate_devices((dp or 1) * cp * (mp or 1))  # before Orbax uses a backend
+            environment.emulate_devices((dp or 1) * cp * (mp or 1))  # before Orbax uses a backend
         checkpoint = find_checkpoint(str(directory), step)
         config = saved_config(checkpoint)
         require_components(read_facts(checkpoint), components, str(checkpoint), MODEL_PARTS)
         config = replace(config, run=replace(config.run, components=None))  # given here, or of the optimizer alone
-        precision = Precision.auto if dtype is None else precision_of(dtype)
+        precision = Precision.auto if dtype is None else environment.precision_of(dtype)
         if precision != Precision.auto:
             config = replace(config, train=replace(config.train, precision=precision))
         shape = (config.mesh.dp if dp is None else dp, config.mesh.mp if mp is None else mp)
@@ -175,9 +161,9 @@ class Model:
         if dtype is not None:
             computed = compute_dtype(config.train.precision)
             held, read = held_in(held, computed, int8=dtype == HeldIn.int8), held_in(held, computed)
-        require_host_memory(read, purpose=USE)
-        parameters = quantized_as(held, restored_parameters(checkpoint, functions.shapes, read))
-        return cls(config, mesh, parameters, functions, recorded_source(checkpoint, config), str(checkpoint))
+        environment.require_host_memory(read, purpose=environment.USE)
+        parameters = quantized_as(held, start.restored_parameters(checkpoint, functions.shapes, read))
+        return cls(config, mesh, parameters, functions, start.recorded_source(checkpoint, config), str(checkpoint))
 
     @cached_property
     def generation_programs(self) -> GenerationPrograms:
@@ -234,9 +220,7 @@ class Model:
         tokens = checked_tokens(tokens, self.config.model, longest=self.config.model.context + 1, least=0)
         is_masked, mask = isinstance(mask, np.ma.MaskedArray), np.asarray(mask)
         if is_masked or mask.dtype != bool or mask.shape != tokens.shape or mask[:, 0].any():
-            raise UserError(
-                f"mask must be booleans {list(tokens.shape)}, as the tokens, and false for the first token of a row"
-            )
+            raise UserError(f"mask must be booleans {list(tokens.shape)}, as tokens, and false for the first of a row")
         segments = None if segments is None else checked_segments(segments, tokens)
         likelihood, greedy = self.scoring_program(self.parameters, tokens, segments)
         return np.where(mask[:, 1:], likelihood, 0).sum(axis=1), np.where(mask[:, 1:], greedy, True).all(axis=1)
@@ -271,11 +255,11 @@ class Model:
         base, parameters = None, self.parameters
         if self.config.model.adapter.rank:
             if self.checkpoint is not None:
-                base = recorded_base(absolute(self.checkpoint))
+                base = start.recorded_base(absolute(self.checkpoint))
             elif self.config.model.from_pretrained is not None and not merge:
-                base = identify(self.config)
+                base = start.identify(self.config)
             if merge:
-                parameters = with_base_on_disk(parameters, self.config, base, self.functions.shapes)
+                parameters = start.with_base_on_disk(parameters, self.config, base, self.functions.shapes)
         text = None if self.source else text_for_export(self.checkpoint, self.config, self.given_tokenizer)
         form = Form(dtype, merge, rslora)
         save_model(Path(directory), self.config, parameters, self.source, form, base=base, text=text)
@@ -360,7 +344,7 @@ def from_pretrained(
     """
     given: dict[str, Any] = {"model.from_pretrained": compose.quoted(str(name)), "model.context": context}
     given |= {"mesh.dp": dp, "mesh.mp": mp, "mesh.cp": cp, "mesh.tensor_parallel": tensor_parallel, "mesh.zero": zero}
-    given |= {"train.precision": precision_of(dtype), "train.batch": dp, "mesh.processes": processes}
+    given |= {"train.precision": environment.precision_of(dtype), "train.batch": dp, "mesh.processes": processes}
     found = None if adapter is None else open_adapter(str(adapter), open_source(str(name)))
     if found is not None:
         keys = "rank", "alpha", "scale"
@@ -381,12 +365,12 @@ def run_training(config: Config, components: Components = CONFIGURED) -> bool:
     """
     from shmap_tp.training import loop  # here, since nothing else of the library needs it
 
-    components = with_pretrained(config, components_of(config, components))
+    components = start.with_pretrained(config, components_of(config, components))
     return loop.train(config, components=components, make_sampler=make_training_sampler) == 0
 
 
 def build(config: Config, components: Components) -> tuple[Config, Mesh, ModelFunctions]:
-    config, mesh = resolve(config)
+    config, mesh = environment.resolve(config)
     return config, mesh, build_model_functions(config, mesh, compute_dtype(config.train.precision), components)
 
 

@@ -184,9 +184,7 @@ class Trainer:
         devices."""
         expected = (self.config.train.batch, self.config.model.context + 1)
         if (shape := rectangular(tokens).shape) != expected:
-            raise UserError(
-                f"tokens have the shape {list(shape)}, a step takes {list(expected)}: [train.batch, model.context + 1]"
-            )
+            raise UserError(f"tokens have the shape {list(shape)}, not {list(expected)} (train.batch, context + 1)")
         rows = batch_tokens(tokens, counted, self.config.model)
         segments = None if segments is None else checked_segments(segments, rows)
         segments, to = with_free_space(segments, rows, self.config.model), self.functions.tokens

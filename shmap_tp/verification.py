@@ -79,9 +79,7 @@ def verify_resume(config: Config, other_mesh: tuple[int, ...], steps: int) -> bo
     finally:
         if jax.process_index() == 0 and absolute(directory).exists():
             absolute(directory).rmtree()
-    print_on_process_0(
-        "on another mesh, sums are computed in another order and may differ by rounding; on the same mesh they may not"
-    )
+    print_on_process_0("on another mesh sums have another order and may differ by rounding; on the same one, not")
     return all_well
 
 
@@ -98,10 +96,8 @@ def verify_replicas(config: Config, steps: int) -> bool:
     for number in range(steps + 1):
         train_on(trainer, batches, isolated, min(number, 1))
         found = replica_check.differences(trainer.state)
-        print_on_process_0(
-            f"step {int(trainer.state.step)}: "
-            + ("all replicas of every array are equal" if not found else "REPLICAS DIFFER")
-        )
+        verdict = "REPLICAS DIFFER" if found else "all replicas of every array are equal"
+        print_on_process_0(f"step {int(trainer.state.step)}: {verdict}")
         for line in found:
             print_on_process_0(f"  {line}")
         all_well = all_well and not found
@@ -118,9 +114,7 @@ def verify_checkpoints(directory: str) -> bool:
         path = directory_of_checkpoints(epath.Path(directory))
         steps = checkpoint_steps(path)
     if not steps:
-        raise UserError(
-            f"{directory} has no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"
-        )
+        raise UserError(f"{directory} has no checkpoint; name a run.dir or checkpoint.dir with some")
     all_well = True
     for step in steps:
         faults = find_faults(path / str(step))
@@ -152,9 +146,8 @@ def verify_data(directory: str) -> bool:
             is_known = ending == "counted" or meta.vocabulary is None or found.largest < meta.vocabulary
             well = is_known and stated.get(split) in (None, found.sha256)
             verdict = "as meta.json says" if well and stated else "meta.json has no hash" if well else "DAMAGED"
-            print_on_process_0(
-                f"{split}.{ending}: sha256 {found.sha256[:12]}, largest value {found.largest}: {verdict}"
-            )
+            scanned = f"sha256 {found.sha256[:12]}, largest value {found.largest}"
+            print_on_process_0(f"{split}.{ending}: {scanned}: {verdict}")
             all_well = all_well and well
     return all_well
 
@@ -166,14 +159,12 @@ def _compare(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], ste
     """
     scales = {name: np.max(np.abs(array.astype(np.float64)), initial=0.0) for name, array in expected.items()}
     scales["guard/variance"] = scales["guard/mean"] ** 2  # the variance of nearly equal losses has no scale of its own
-    distances = {
-        name: _relative_distance(actual[name], expected[name], scales[name]) for name in bits_differ(actual, expected)
-    }
+    differing = bits_differ(actual, expected)
+    distances = {name: _relative_distance(actual[name], expected[name], scales[name]) for name in differing}
     worst = sorted(distances, key=lambda name: -np.nan_to_num(distances[name], nan=np.inf))
     equal = len(actual) - len(distances)
-    print_on_process_0(
-        f"  {steps} steps later {equal} of {len(actual)} arrays are bitwise equal to those of the uninterrupted run"
-    )
+    what = f"{equal} of {len(actual)} arrays are bitwise equal to those of the uninterrupted run"
+    print_on_process_0(f"  {steps} steps later {what}")
     for name in worst[:8]:
         scale = "the squared mean" if name == "guard/variance" else "its largest value"
         print_on_process_0(f"    {distances[name]:8.1e} of {scale}  {name}")

@@ -33,20 +33,12 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for name in ("resume", "replicas"):
         command = commands.add_parser(name)
-        command.add_argument(
-            "--cfg", metavar="FILE", required=True, help=as_installed("configuration, such as conf/base.yaml")
-        )
-        steps = (
-            "steps to train before and after the resume (default 3)"
-            if name == "resume"
-            else "steps to train (default 3)"
-        )
+        command.add_argument("--cfg", metavar="FILE", required=True, help=as_installed("such as conf/base.yaml"))
+        steps = f"steps to train{' before and after the resume' if name == 'resume' else ''} (default 3)"
         command.add_argument("--steps", type=_steps, default=3, metavar="N", help=steps)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a value of FILE")
         if name == "resume":
-            command.add_argument(
-                "--onto", type=_mesh, required=True, metavar="DP,[CP,]MP", help="the other mesh, as in 8,1"
-            )
+            command.add_argument("--onto", type=_mesh, required=True, metavar="DP,[CP,]MP", help="the other mesh")
     commands.add_parser("checkpoint").add_argument("directory", help="a run, or its checkpoint.dir")
     commands.add_parser("data").add_argument("directory", help="prepared data, on a disk or in a bucket")
     return top

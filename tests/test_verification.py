@@ -12,17 +12,7 @@ from shmap_tp.data.token_files import open_token_file
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.training import loop
 from shmap_tp.training.checkpoint import Checkpoints
-from tests.helpers.run_fixtures import (
-    FIRST,
-    complete_meta,
-    file_contents,
-    flip_bit,
-    make_runs_quick,
-    overrides,
-    shared_step_functions,
-    tiny,
-    write_tokens,
-)
+from tests.helpers import run_fixtures as runs
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +20,14 @@ def trained(tmp_path_factory) -> Path:
     """The tiny run with checkpoints of steps 2 and 4; this directory has `run` and `data`."""
     directory = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        make_runs_quick(patch)
-        assert loop.train(tiny(directory, "train.steps=4", "evaluate.every=0")) == 0
+        runs.make_runs_quick(patch)
+        assert loop.train(runs.tiny(directory, "train.steps=4", "evaluate.every=0")) == 0
     return directory
 
 
 @pytest.fixture(autouse=True)
 def shared_programs(monkeypatch):
-    monkeypatch.setattr("shmap_tp.trainer.build_step_functions", shared_step_functions)
+    monkeypatch.setattr("shmap_tp.trainer.build_step_functions", runs.shared_step_functions)
 
 
 def call(capsys, *arguments: object) -> tuple[int, list[str]]:
@@ -49,11 +39,11 @@ def call(capsys, *arguments: object) -> tuple[int, list[str]]:
 
 def resume(directory: Path) -> list[object]:
     """Arguments of `verify resume` for the run in `directory`."""
-    return ["resume", "--cfg", FIRST, "--onto", "8,1", "--steps", 2, *overrides(directory)]
+    return ["resume", "--cfg", runs.FIRST, "--onto", "8,1", "--steps", 2, *runs.overrides(directory)]
 
 
 def test_a_resumed_run_is_bitwise_equal_on_its_mesh_and_close_on_another(trained, capsys):
-    before = file_contents(trained / "run")
+    before = runs.file_contents(trained / "run")
     code, printed = call(capsys, *resume(trained))
     assert code == 0
     assert printed[0] == "on dp=2, mp=4: the restored state is bitwise equal to the saved state"
@@ -61,22 +51,22 @@ def test_a_resumed_run_is_bitwise_equal_on_its_mesh_and_close_on_another(trained
     assert printed[2].startswith("  losses differ by at most 0.0e+00")
     assert printed[3] == "on dp=8, mp=1: the restored state is bitwise equal to the saved state"
     assert all(float(line.split()[0]) < 1e-5 for line in printed if "of its largest value" in line)
-    assert file_contents(trained / "run") == before
+    assert runs.file_contents(trained / "run") == before
 
 
 restore = Checkpoints.restore
 
 
 def test_an_array_that_is_restored_wrongly_is_named(trained, capsys, monkeypatch):
-    monkeypatch.setattr(Checkpoints, "restore", lambda *given: flip_bit(restore(*given), "params/head/weight", 3))
+    monkeypatch.setattr(Checkpoints, "restore", lambda *given: runs.flip_bit(restore(*given), "params/head/weight", 3))
     code, printed = call(capsys, *resume(trained))
     assert code == 1 and "on dp=2, mp=4: the restored state DIFFERS from the saved state: params/head/weight" in printed
 
 
 def test_replicas_are_compared_after_each_step_from_the_newest_checkpoint(trained, capsys, monkeypatch):
-    given = ["replicas", "--cfg", FIRST, "--steps", 1, *overrides(trained)]
+    given = ["replicas", "--cfg", runs.FIRST, "--steps", 1, *runs.overrides(trained)]
     assert call(capsys, *given) == (0, [f"step {i}: all replicas of every array are equal" for i in (4, 5)])
-    monkeypatch.setattr(Checkpoints, "restore", lambda *given: flip_bit(restore(*given), "params/norm/scale", 6))
+    monkeypatch.setattr(Checkpoints, "restore", lambda *given: runs.flip_bit(restore(*given), "params/norm/scale", 6))
     code, printed = call(capsys, *given)
     assert code == 1 and printed[:2] == [
         "step 4: REPLICAS DIFFER",
@@ -90,19 +80,19 @@ def test_replicas_are_compared_without_touching_a_run_that_is_under_way(trained,
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "6.orbax-checkpoint-tmp").mkdir()
     (checkpoints / "4" / "sha256.json").unlink()  # as between the last file of a checkpoint and its hashes
-    given = ["replicas", "--cfg", FIRST, "--steps", 1]
+    given = ["replicas", "--cfg", runs.FIRST, "--steps", 1]
 
     def contents() -> dict[str, bytes]:
         """Without the locks, which their owner renews."""
-        return {name: content for name, content in file_contents(tmp_path).items() if not name.endswith(".lock")}
+        return {name: content for name, content in runs.file_contents(tmp_path).items() if not name.endswith(".lock")}
 
     with lock_directories({"run.dir": str(tmp_path / "run"), "checkpoint.dir": str(checkpoints)}):
         before = contents()
         equal = [f"step {i}: all replicas of every array are equal" for i in (2, 3)]
-        assert call(capsys, *given, *overrides(tmp_path)) == (0, equal)
+        assert call(capsys, *given, *runs.overrides(tmp_path)) == (0, equal)
         under_way = ["4: being saved or deleted by a run that is under way", "2: intact"]
         assert call(capsys, "checkpoint", checkpoints) == (0, under_way)
-        assert call(capsys, *given, *overrides(tmp_path, f"checkpoint.dir={tmp_path / 'none'}"))[0] == 0
+        assert call(capsys, *given, *runs.overrides(tmp_path, f"checkpoint.dir={tmp_path / 'none'}"))[0] == 0
         assert contents() == before
     assert call(capsys, "checkpoint", checkpoints)[0] == 1  # nobody finishes that save any more
     assert (checkpoints / "6.orbax-checkpoint-tmp").is_dir() and not (tmp_path / "none").exists()
@@ -115,7 +105,7 @@ def test_each_damaged_missing_or_added_file_of_a_checkpoint_is_named(trained, tm
     data.write_bytes(data.read_bytes()[:-1])
     (directory / "4" / "_CHECKPOINT_METADATA").unlink()
     (directory / "4" / "notes").touch()
-    before = file_contents(directory)
+    before = runs.file_contents(directory)
     code, (first, *faults, last) = call(capsys, "checkpoint", directory)
     assert call(capsys, "checkpoint", directory.parent) == (code, [first, *faults, last])
     assert (code, first, last) == (1, "4: DAMAGED", "2: intact")
@@ -128,13 +118,13 @@ def test_each_damaged_missing_or_added_file_of_a_checkpoint_is_named(trained, tm
     assert call(capsys, "checkpoint", directory)[1][-1] == "  sha256.json is damaged (it lists no files)"
     (directory / "2" / "sha256.json").unlink()
     assert call(capsys, "checkpoint", directory)[1][-1].endswith("missing, so its save was not finished")
-    assert file_contents(directory).keys() == before.keys() - {"2/sha256.json"}
+    assert runs.file_contents(directory).keys() == before.keys() - {"2/sha256.json"}
 
 
 def test_bad_input_is_reported_in_one_line(trained, tmp_path, capsys):
     for given, printed in [
-        (["checkpoint", tmp_path], f"error: {tmp_path} has no checkpoint; name the run.dir or the checkpoint.dir"),
-        (["resume", "--cfg", FIRST, "--onto", "3,1", *overrides(trained)], "error: mesh.dp=3 does not divide"),
+        (["checkpoint", tmp_path], f"error: {tmp_path} has no checkpoint; name a run.dir or checkpoint.dir"),
+        (["resume", "--cfg", runs.FIRST, "--onto", "3,1", *runs.overrides(trained)], "error: mesh.dp=3 does not"),
     ]:
         code, (line, *more) = call(capsys, *given)
         assert code == 2 and line.startswith(printed) and not more, line
@@ -143,19 +133,19 @@ def test_bad_input_is_reported_in_one_line(trained, tmp_path, capsys):
     assert code == 2 and line.startswith(f"error: {left} exists already, from a `verify` that was killed: remove it")
     assert (left / "4").exists()
     with pytest.raises(SystemExit):
-        verify.parser().parse_args(["resume", "--cfg", FIRST, "--onto", "8"])
-    assert verify.parser().parse_args(["resume", "--cfg", FIRST, "--onto", "2,4,1"]).onto == (2, 4, 1)
+        verify.parser().parse_args(["resume", "--cfg", runs.FIRST, "--onto", "8"])
+    assert verify.parser().parse_args(["resume", "--cfg", runs.FIRST, "--onto", "2,4,1"]).onto == (2, 4, 1)
     assert "'8' is not a mesh; write it as in 8,1" in capsys.readouterr().err
     assert len(jax.devices()) == 8
 
 
 def test_verify_data_reads_files_that_a_start_trusts(tmp_path, capsys):
-    directory = write_tokens(tmp_path / "data")
+    directory = runs.write_tokens(tmp_path / "data")
     for name in ("train.bin", "validation.bin"):
         os.utime(directory / name, (1e9, 1e9))
         open_token_file(directory, name.split(".")[0], context=4, vocabulary=64)
     assert call(capsys, "data", directory)[0] == 0
-    complete_meta(directory)
+    runs.complete_meta(directory)
     code, said = call(capsys, "data", directory)
     assert code == 0 and all("as meta.json says" in line for line in said)
     (file := directory / "train.bin").write_bytes(b"\1" + file.read_bytes()[1:])
@@ -163,6 +153,6 @@ def test_verify_data_reads_files_that_a_start_trusts(tmp_path, capsys):
     open_token_file(directory, "train", context=4, vocabulary=64)
     code, said = call(capsys, "data", directory)
     assert code == 1 and "train.bin: sha256" in said[0] and "DAMAGED" in said[0] and "as meta.json says" in said[1]
-    complete_meta(directory, vocabulary=32)
+    runs.complete_meta(directory, vocabulary=32)
     assert call(capsys, "data", directory)[0] == 1, "an id beyond the vocabulary"
     assert verify.main(["data", str(tmp_path / "nowhere")]) == 2

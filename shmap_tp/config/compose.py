@@ -20,14 +20,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationToMissingValueError,
-    OmegaConfBaseException,
-    ValidationError,
-)
+from omegaconf import OmegaConf, errors
 
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
@@ -123,7 +116,7 @@ def from_values(values: Any, file: str, overrides: Sequence[str] = ()) -> Config
         if missing := sorted(OmegaConf.missing_keys(merged)):
             raise UserError(f"{file}: no value for {', '.join(missing)}; give each in the file or as key=value")
         config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
+    except errors.OmegaConfBaseException as error:
         raise UserError(_explain(error, file, overrides)) from error
     if isinstance(config.mesh.dp, str) and config.mesh.dp.isdecimal():  # a number in quotes, or of oc.env
         config.mesh.dp = int(config.mesh.dp)
@@ -174,14 +167,14 @@ def quoted(text: str) -> str:
 def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
     """One line for the user about an error of Hydra, OmegaConf or YAML: place, cause, way out."""
     cause = error.__cause__ or error.__context__
-    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
+    if isinstance(error, HydraException) and isinstance(cause, errors.OmegaConfBaseException):
         error = cause
     if key := getattr(error, "full_key", None):
         given = any(f"{item.partition('=')[0]}.".startswith(f"{key}.") for item in overrides)
         return _explain_key(error) if given else f"{file}: {_explain_key(error)}"
     if override := getattr(error, "override", None):  # Hydra's grammar gives commas, brackets, = a meaning
         return f"""{shown(override.lstrip("+"))} cannot be parsed; quote special characters: 'key="a,b"'"""
-    is_known = isinstance(error, HydraException | OmegaConfBaseException)
+    is_known = isinstance(error, HydraException | errors.OmegaConfBaseException)
     message = shown(first_line(error) if is_known else " ".join(str(error).split())).replace("++", "")
     if message.startswith("Merge error"):  # a value in the place of a section within one
         for key, _, value in (item.partition("=") for item in overrides):
@@ -192,15 +185,15 @@ def _explain(error: Exception, file: str, overrides: Sequence[str]) -> str:
     return f"{file}: {message}; correct that"
 
 
-def _explain_key(error: OmegaConfBaseException) -> str:
+def _explain_key(error: errors.OmegaConfBaseException) -> str:
     """What is wrong with the key or value that OmegaConf rejected."""
     key = error.full_key
-    if isinstance(error, ConfigKeyError | ConfigAttributeError):
+    if isinstance(error, errors.ConfigKeyError | errors.ConfigAttributeError):
         return f"unknown key {key}; {_suggest(key)}"
-    if isinstance(error, ValidationError):
+    if isinstance(error, errors.ValidationError):
         value = None if str(error.value) == "None" else error.value  # a node of OmegaConf
         return f"{key}={shown(value)} must be {expected_type(key)}"
-    if isinstance(error, InterpolationToMissingValueError):
+    if isinstance(error, errors.InterpolationToMissingValueError):
         return f"no value for {first_line(error).rpartition(': ')[2]}; give it in the file or as key=value"
     return f"{key}: {shown(first_line(error))}; correct that value"
 
@@ -209,9 +202,8 @@ def _suggest(unknown: str) -> str:
     """The known key that is meant: spelled alike in the same section, or the only one of this name in another."""
     section, _, word = unknown.rpartition(".")
     every = [*SECTIONS, *RULES]
-    names = {
-        name.rpartition(".")[2]: name for name in every if name.startswith(f"{section}.") or section not in SECTIONS
-    }
+    there = [name for name in every if section not in SECTIONS or name.startswith(f"{section}.")]
+    names = {name.rpartition(".")[2]: name for name in there}
     longer = [name for name in names if f"{name}_".startswith(f"{word}_") or f"{word}_".startswith(f"{name}_")]
     close = [*difflib.get_close_matches(word, names, 1, 0.7), *difflib.get_close_matches(word, longer, 1, 0.5)]
     meant = [names[name] for name in close[:1]] or [name for name in every if name.endswith(f".{word}")]

@@ -145,10 +145,7 @@ def _shares(weights: dict[str, Fraction], first: int, complete: bool) -> dict[st
     if not total:
         raise UserError(f"data.sources: no source has a weight from step {first} on; give one from_step=0")
     if total > 1 or (complete and total < 1):
-        raise UserError(
-            f"data.sources: the weights add up to {_decimal(total)} from step {first} on ({listed}); change them so "
-            f"that they add up to 1"
-        )
+        raise UserError(f"data.sources: weights add up to {_decimal(total)} from step {first} on ({listed}), not 1")
     return {name: weight / total for name, weight in weights.items() if weight}
 
 

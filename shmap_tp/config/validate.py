@@ -8,26 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shmap_tp.config import schema
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.schema import (
-    AUTO,
-    GATED_MLPS,
-    Block,
-    Config,
-    DataConfig,
-    FsdpGradients,
-    LayerKind,
-    MeshConfig,
-    ModelConfig,
-    Norm,
-    OptimizerConfig,
-    PositionKind,
-    RotaryScaling,
-    SavedActivation,
-    Schedule,
-    TensorParallelMode,
-    TrainConfig,
-)
+from shmap_tp.config.schema import AUTO, GATED_MLPS, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from shmap_tp.config.sources import check_sources
 from shmap_tp.config.values import faults_of_values, padded_vocabulary
 from shmap_tp.errors import UserError, refuse_first, shown
@@ -124,9 +107,9 @@ def _faults_of_source(data: DataConfig) -> Iterator[str]:
         )
 
 
-def _faults_of_schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
+def _faults_of_schedule(optimizer: schema.OptimizerConfig, steps: int) -> Iterator[str]:
     fraction, end, warmup = optimizer.decay_fraction, optimizer.decay_steps, optimizer.warmup_steps
-    if optimizer.schedule == Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
+    if optimizer.schedule == schema.Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
         return
     if end <= warmup:
         yield (
@@ -134,7 +117,7 @@ def _faults_of_schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]
             f"warm-up, and both count from the first step"
         )
     decay = round(fraction * end)
-    if optimizer.schedule == Schedule.wsd and not 1 <= decay <= end - warmup:
+    if optimizer.schedule == schema.Schedule.wsd and not 1 <= decay <= end - warmup:
         yield (
             f"optimizer.decay_fraction={fraction} of optimizer.decay_steps={end} is {decay} steps, which must be from "
             f"1 to {end - warmup},\nthe steps after optimizer.warmup_steps={warmup}; change one of them, or use "
@@ -173,7 +156,7 @@ def _cut_along_mp(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
         sizes["ffn"] = 0
         sizes |= {"experts": model.experts, "shared_expert_ffn": model.shared_expert_ffn}
     sizes = {what: size for what, size in sizes.items() if size}
-    return sizes | ({} if mesh.tensor_parallel == TensorParallelMode.all_reduce else {"context": model.context})
+    return sizes | ({} if mesh.tensor_parallel == schema.TensorParallelMode.all_reduce else {"context": model.context})
 
 
 def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
@@ -184,7 +167,7 @@ def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
 
 def _faults_of_time_cut(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
     """Rows are cut in two chunks for each rank of cp, and their parts again over mp where its mode does that."""
-    is_cut_again = mesh.tensor_parallel != TensorParallelMode.all_reduce
+    is_cut_again = mesh.tensor_parallel != schema.TensorParallelMode.all_reduce
     parts, what = (math.lcm(2, mesh.mp), "2 and mesh.mp") if is_cut_again else (2, "2")
     if mesh.cp > 1 and model.context % (mesh.cp * parts):
         fit = [n for n in range(1, min(model.context, 1024) + 1) if model.context % (n * parts) == 0]
@@ -213,23 +196,20 @@ def _faults_of_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
     if mesh.ep > 1 and mesh.dp != AUTO and mesh.dp % (mesh.slices * mesh.ep):
         ranks = f"mesh.dp={mesh.dp}" + (f" / mesh.slices={mesh.slices}" if mesh.slices > 1 else "")
         fit = [n for n in range(1, mesh.dp + 1) if mesh.dp % (n * mesh.slices) == 0]
-        yield (
-            f"mesh.ep={mesh.ep} does not divide {ranks}, of which it is a part; use mesh.ep in "
-            f"{{{', '.join(map(str, fit))}}}"
-        )
+        yield f"mesh.ep={mesh.ep} does not divide {ranks}; use mesh.ep in {{{', '.join(map(str, fit))}}}"
 
 
 def _faults_of_positions(model: ModelConfig) -> Iterator[str]:
     rotated = model.rotary_dim or model.head_dim
-    if model.positions == PositionKind.rotary and (rotated % 2 or rotated > model.head_dim):
+    if model.positions == schema.PositionKind.rotary and (rotated % 2 or rotated > model.head_dim):
         key = "head_dim" if model.rotary_dim is None else "rotary_dim"
         yield (
             f"model.{key}={rotated} must be even for model.positions=rotary, which rotates pairs of elements, and at "
             f"most model.head_dim={model.head_dim} (model {model.name})"
         )
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
-    is_yarn = model.rotary_scaling in (RotaryScaling.yarn, RotaryScaling.yarn_unrounded)
-    if (is_yarn or model.rotary_scaling == RotaryScaling.llama3) and not 0 < low < high:
+    is_yarn = model.rotary_scaling in (schema.RotaryScaling.yarn, schema.RotaryScaling.yarn_unrounded)
+    if (is_yarn or model.rotary_scaling == schema.RotaryScaling.llama3) and not 0 < low < high:
         yield (
             f"model.rotary_low_frequency_factor={low} must be above 0 and below "
             f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
@@ -245,23 +225,14 @@ def _faults_of_layers(model: ModelConfig) -> Iterator[str]:
     pattern = model.layer_pattern
     name = f"model.layer_pattern=[{','.join(pattern)}]"
     if len(pattern) > model.layers:
-        yield (
-            f"{name} has {len(pattern)} elements, more than model.layers={model.layers} (model {model.name}); "
-            f"remove those that no layer has"
-        )
-    if pattern and (LayerKind.local in pattern) != (model.window is not None):
+        yield f"{name} has {len(pattern)} elements, more than model.layers={model.layers} (model {model.name})"
+    if pattern and (schema.LayerKind.local in pattern) != (model.window is not None):
         reason = "has no local layer" if model.window else "has local layers, which need a window"
-        yield (
-            f"{name} {reason}, but model.window={shown(model.window)} (model {model.name}); change one of them, or use "
-            f"model.layer_pattern=[]"
-        )
+        yield f"{name} {reason}, but model.window={shown(model.window)} (model {model.name}); change one of them"
     for saved in model.offload:
         if saved not in SAVED_BY_REMAT[model.remat]:
             policies = ", ".join(remat for remat, names in SAVED_BY_REMAT.items() if saved in names)
-            yield (
-                f"model.offload has {saved}, which model.remat={model.remat} does not save; "
-                f"use model.remat in {{{policies}}}"
-            )
+            yield f"model.offload has {saved}, which model.remat={model.remat} does not save; use one of {policies}"
 
 
 def _faults_of_combinations(config: Config) -> Iterator[str]:
@@ -274,34 +245,31 @@ def _faults_of_combinations(config: Config) -> Iterator[str]:
             found.append(f"{one} cannot be combined with {other} (model {model.name}); use {instead}")
 
     adapter, cp, experts = f"model.adapter.rank={rank}", f"mesh.cp={mesh.cp}", f"model.experts={model.experts}"
-    if mesh.fsdp_gradients == FsdpGradients.ring:
+    if mesh.fsdp_gradients == schema.FsdpGradients.ring:
         ring, instead = "mesh.fsdp_gradients=ring", "mesh.fsdp_gradients=reduce_scatter"
-        is_matmul = mesh.tensor_parallel == TensorParallelMode.collective_matmul
+        is_matmul = mesh.tensor_parallel == schema.TensorParallelMode.collective_matmul
         refuse(rank, ring, adapter, instead)
-        refuse(
-            is_matmul, ring, "mesh.tensor_parallel=collective_matmul", f"mesh.tensor_parallel=sequence, or {instead}"
-        )
+        matmul, sequence = (f"mesh.tensor_parallel={mode}" for mode in ("collective_matmul", "sequence"))
+        refuse(is_matmul, ring, matmul, f"{sequence}, or {instead}")
         refuse(mesh.cp > 1, ring, cp, instead)
         refuse(mesh.ep > 1, ring, f"mesh.ep={mesh.ep}", instead)
     if mesh.cp > 1:
         refuse(train.dpo_beta, "train.dpo_beta", f"{cp}, which cuts the answers of a pair apart", "mesh.cp=1")
-        is_saved = SavedActivation.query_key_value in model.offload
+        is_saved = schema.SavedActivation.query_key_value in model.offload
         refuse(is_saved, "model.offload with query_key_value", f"{cp}, which gathers whole rows of them", "mesh.cp=1")
     if train.dpo_beta:
         refuse(train.z_loss, "train.dpo_beta", f"train.z_loss={train.z_loss}", "train.z_loss=0")
         what = "model.adapter.rank=0: the model is compared with itself without its adapter"
         refuse(not rank, "train.dpo_beta", what, "model.adapter.rank=16, or train.dpo_beta=null")
-    unit_offset = model.norm == Norm.rmsnorm_unit_offset
-    refuse(
-        unit_offset and model.qk_norm_across_heads, "model.qk_norm_across_heads=true", f"norm={model.norm}", "rmsnorm"
-    )
-    is_unread = SavedActivation.sublayer_output in model.offload and model.block != Block.sequential
+    is_unknown = model.norm == schema.Norm.rmsnorm_unit_offset and model.qk_norm_across_heads
+    refuse(is_unknown, "model.qk_norm_across_heads=true", f"norm={model.norm}", "rmsnorm")
+    is_unread = schema.SavedActivation.sublayer_output in model.offload and model.block != schema.Block.sequential
     refuse(is_unread, "model.offload with sublayer_output", f"model.block={model.block}", "another model.offload")
-    has_nope = LayerKind.nope in model.layer_pattern and model.positions != PositionKind.rotary
+    has_nope = schema.LayerKind.nope in model.layer_pattern and model.positions != schema.PositionKind.rotary
     refuse(has_nope, "model.layer_pattern with nope", f"model.positions={model.positions}", "model.positions=rotary")
     refuse(rank and not model.adapter.matrices, adapter, "model.adapter.matrices=[]", "model.adapter.matrices=[all]")
     if model.experts:
-        refuse(model.block != Block.sequential, experts, f"model.block={model.block}", "model.block=sequential")
+        refuse(model.block != schema.Block.sequential, experts, f"model.block={model.block}", "model.block=sequential")
         refuse(model.mlp not in GATED_MLPS, experts, f"model.mlp={model.mlp}", f"one of {', '.join(GATED_MLPS)}")
         shared = f"model.shared_expert_ffn={model.shared_expert_ffn}"
         refuse(model.shared_expert_ffn and model.mlp_bias, shared, "model.mlp_bias=true", "model.mlp_bias=false")
@@ -323,9 +291,7 @@ def _faults_of_batch(mesh: MeshConfig, train: TrainConfig) -> Iterator[str]:
         return
     devices = f"the {mesh.devices} devices of mesh {product_in_words(mesh)}"
     yield from _indivisible("mesh.processes", mesh.processes, devices, mesh.devices)
-    yield from _indivisible(
-        "mesh.slices", mesh.slices, f"mesh.dp={mesh.dp} (a row or an mp group cannot span slices)", mesh.dp
-    )
+    yield from _indivisible("mesh.slices", mesh.slices, f"mesh.dp={mesh.dp} (no row or mp group spans slices)", mesh.dp)
     microbatch = train.batch // train.microbatches
     what = f"a microbatch of {microbatch} sequences (train.batch / train.microbatches)"
     yield from _indivisible("mesh.dp", mesh.dp, what, microbatch)

@@ -104,7 +104,7 @@ def faults_of_values(config: Config) -> Iterator[str]:
         value = value_of(config, key)
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int | float) and not isinstance(item, bool):
-                yield from _faults_of_number(key, item, rules)
+                yield from faults_of_number(key, item, rules)
             if item == "" and "schemes" not in rules:
                 what = "has an empty text" if isinstance(value, list) else "is empty"
                 yield f"{key} {what}; give it a value"
@@ -115,7 +115,8 @@ def faults_of_values(config: Config) -> Iterator[str]:
                 yield from _faults_of_needed(config, key, value, needed, rules.get("unless"))
 
 
-def _faults_of_number(key: str, value: int | float, rules: Mapping[str, Any]) -> Iterator[str]:
+def faults_of_number(key: str, value: int | float, rules: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of a number that breaks one of the `rules`, which are explained above."""
     if "zero_is_null" in rules and value == 0:
         return
     least, above, most, below = rules.get("least", 1), rules.get("above"), rules.get("most"), rules.get("below")
@@ -157,9 +158,7 @@ def _faults_of_path(key: str, path: str, schemes: tuple[str, ...]) -> Iterator[s
     if not path:
         yield f"{key} is empty; name a directory, or . for the working directory"
     if path.startswith("~"):
-        yield (
-            f"{key}={shown(path)}: only a shell replaces ~; write $HOME on the command line, ${{oc.env:HOME}} in a file"
-        )
+        yield f"{key}={shown(path)}: only a shell replaces ~; write $HOME in a command, ${{oc.env:HOME}} in a file"
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", path)
     if scheme and not (scheme[1] in schemes and re.match(r"[a-z]+://[^/]+", path)):
         allowed = " or ".join(["a path of this machine", *(f"{scheme}://BUCKET/..." for scheme in schemes)])

@@ -179,9 +179,7 @@ def machine_peak(devices: list[jax.Device]) -> Peak | None:
     """
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
-        return Peak(
-            matmul_rate(), "float32 matmul of 2048 cubed, measured on this CPU at start, for all emulated devices"
-        )
+        return Peak(matmul_rate(), "float32 matmul of 2048 cubed, measured on this CPU at start, for all its devices")
     return table_peak(kind, len(devices))
 
 
@@ -247,9 +245,7 @@ def find_slices(name: str) -> RentedSlices:
     chips, rest = divmod(size, _CORES_ON_CHIP.get(version, 1))
     hosts = 1 if chips <= _LARGEST_HOST.get(version, _CHIPS_ON_HOST) else chips // _CHIPS_ON_HOST
     if rest or (hosts > 1 and chips % _CHIPS_ON_HOST):
-        raise UserError(
-            f"{version}-{size}: there is no such slice; see https://cloud.google.com/tpu/docs/regions-zones"
-        )
+        raise UserError(f"{version}-{size}: no such slice; see https://cloud.google.com/tpu/docs/regions-zones")
     if slices > 1 and version in ("v2", "v3"):
         raise UserError(f"{name}: slices of {version} cannot be combined; use one, or several of v4 or later")
     devices = chips * GENERATIONS[VERSIONS[version]].cores

@@ -98,9 +98,7 @@ class KeyValueCache(NamedTuple):
         x_BTD, keys, values = (self._scan if stacked else self._unrolled)(layers, x_BTD, blocks)
         return x_BTD, KeyValueCache(keys, values, self.start_B, self.filled + x_BTD.shape[1])
 
-    def _unrolled(
-        self, layers: Sequence[Callable[..., tuple]], x_BTD: Array, blocks: Any
-    ) -> tuple[Array, tuple, tuple]:
+    def _unrolled(self, layers: Sequence[Callable[..., tuple]], x_BTD: Array, blocks: Any) -> tuple:
         caches = []
         for number, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             is_stacked = not isinstance(blocks, tuple)
@@ -160,9 +158,7 @@ class LayerCache(eqx.Module):
     def _of_layer(self, cache: Float[Array, "*L B N S K"]) -> Float[Array, "B N S K"]:
         return cache if self.layer is None else lax.dynamic_index_in_dim(cache, self.layer, keepdims=False)
 
-    def _write(
-        self, cache: Float[Array, "*L B N S K"], new_BTNK: Float[Array, "B T N K"], slot: Int[Array, ""]
-    ) -> Array:
+    def _write(self, cache: Float[Array, "*L B N S K"], new_BTNK: Array, slot: Int[Array, ""]) -> Array:
         new = new_BTNK.transpose(0, 2, 1, 3).astype(cache.dtype)
         first = (0, 0, slot, 0)
         if self.layer is None:

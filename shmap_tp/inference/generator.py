@@ -7,7 +7,7 @@ dp serves different prompts; mp shares each.  Every process of a run returns the
 """
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import index
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shmap_tp.config.schema import ModelConfig
+from shmap_tp.config.values import faults_of_number
 from shmap_tp.errors import UserError, refuse_first, shown
 from shmap_tp.inference.programs import GenerationPrograms, PrefillShape
 from shmap_tp.inference.sampling import NO_TOKEN, Filters, Sampling
@@ -31,25 +32,30 @@ MAX_SAMPLES = 65536
 """Sequences of each prompt, which are computed at the same time."""
 
 
+def option(default: int | float, **rules: Any) -> Any:
+    """A field of this default, whose value has rules, which `config/values.py` explains."""
+    return field(default=default, metadata=rules)
+
+
 @dataclass(frozen=True)
 class Options:
     """How to generate.  Raises UserError for values out of range."""
 
     max_new_tokens: int = 64
-    temperature: float = 0.0
+    temperature: float = option(0.0, zero_is_null=True, least=SMALLEST, most=LARGEST, usual="0 (greedy), or 0.8,")
     """0 is greedy: the most likely token."""
-    top_k: int = 0
+    top_k: int = option(0, least=0)
     """Sample from the k most likely tokens; 0 is all."""
-    top_p: float = 1.0
+    top_p: float = option(1.0, above=0, most=1)
     """Sample from the most likely tokens that together have this probability."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = option(1.0, least=SMALLEST, most=LARGEST)
     """Makes tokens that occur in prompt or answer less likely, but for stop tokens; 1 is none."""
-    seed: int = 0
+    seed: int = option(0, least=0)
     stop_tokens: tuple[int, ...] = ()
     """Ids that end a sequence; the stop token itself is left out of the result."""
     vocabulary: int = 2**31 - 1
     """Ids from it on have no token, and are never drawn: tables of weights are often longer than their tokenizer's."""
-    samples: int = 1
+    samples: int = option(1, below=MAX_SAMPLES + 1)
     """Sequences of each prompt, with noise of their own."""
     decode_tokens: int = 16
     """Tokens between two looks at whether all sequences have ended."""
@@ -58,32 +64,14 @@ class Options:
         refuse_first(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        for name, kind in self.__annotations__.items():
-            value = getattr(self, name)
-            if kind is int and not is_integer(value):
-                yield f"{name}={shown(value)} must be an integer"
-            if kind is float and not (is_integer(value) or isinstance(value, float | np.floating)):
-                yield f"{name}={shown(value)} must be a number"
+        for name, kind, value, rules in ((f.name, f.type, getattr(self, f.name), f.metadata) for f in fields(self)):
+            if kind in (int, float):
+                if not (is_integer(value) or (kind is float and isinstance(value, float | np.floating))):
+                    yield f"{name}={shown(value)} must be {'an integer' if kind is int else 'a number'}"
+                yield from faults_of_number(name, kind(value), rules)
         stop = self.stop_tokens
         if isinstance(stop, str) or not np.ndim(stop) or not all(map(is_integer, stop)):
             yield f"stop_tokens={shown(stop)} must be token ids, for example (0,)"
-        for name, valid, rule in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            (
-                "temperature",
-                self.temperature == 0 or SMALLEST <= self.temperature <= LARGEST,
-                "0 (greedy), or 1e-6 to 1e6",
-            ),
-            ("top_k", 0 <= self.top_k < 2**31, "0 (all tokens) to 2147483647"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("repetition_penalty", SMALLEST <= self.repetition_penalty <= LARGEST, "in 1e-6 to 1e6 (1 is none)"),
-            ("seed", 0 <= self.seed < 2**31, "in 0 to 2147483647"),
-            ("vocabulary", 1 <= self.vocabulary < 2**31, "in 1 to 2147483647"),
-            ("samples", 1 <= self.samples <= MAX_SAMPLES, f"at least 1 and at most {MAX_SAMPLES}"),
-            ("decode_tokens", self.decode_tokens >= 1, "at least 1"),
-        ):
-            if not valid:
-                yield f"{name}={shown(getattr(self, name))} must be {rule}"
 
     @property
     def filters(self) -> Filters:
@@ -96,15 +84,9 @@ class Options:
         """The values that the compiled programs take."""
         real, whole = partial(np.array, dtype=np.float32), partial(np.array, dtype=np.int32)
         exempt = [token for token in self.stop_tokens if 0 <= token < 2**31] if self.filters.penalty else []
-        return Sampling(
-            temperature=real(self.temperature),
-            top_k=whole(self.top_k),
-            top_p=real(self.top_p),
-            repetition_penalty=real(self.repetition_penalty),
-            exempt=whole(exempt),
-            seed=whole(self.seed),
-            vocabulary=whole(self.vocabulary),
-        )
+        chosen = {name: real(getattr(self, name)) for name in ("temperature", "top_p", "repetition_penalty")}
+        chosen |= {name: whole(getattr(self, name)) for name in ("top_k", "seed", "vocabulary")}
+        return Sampling(exempt=whole(exempt), **chosen)
 
 
 def is_integer(value: object) -> bool:
@@ -218,12 +200,6 @@ def _faults_of_prompts(prompts: Sequence[Any], model: ModelConfig) -> Iterator[s
                 yield f"prompt {number} has {shown(token)}, which is not a token id; give integers"
         wrong = next((token for token in prompt if not 0 <= token < model.vocabulary), None)
         if wrong is not None:
-            yield (
-                f"prompt {number} has token id {wrong}, which is not in 0 to {model.vocabulary - 1} "
-                f"(model.vocabulary={model.vocabulary})"
-            )
+            yield f"prompt {number} has token id {wrong}, but model.vocabulary={model.vocabulary}"
         if len(prompt) >= model.context:
-            yield (
-                f"prompt {number} has {len(prompt)} tokens, which leave no room for a new one in "
-                f"model.context={model.context}; shorten it"
-            )
+            yield f"prompt {number} has {len(prompt)} tokens, and no room in model.context={model.context}; shorten it"

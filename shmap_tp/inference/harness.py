@@ -143,15 +143,10 @@ class HarnessModel(TemplateLM):
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
         """The ids that are computed for one request.  Raises UserError."""
         if not 0 < len(continuation) <= self.max_length:
-            raise UserError(
-                f"a continuation has {len(continuation)} tokens, but must have 1 to model.context={self.max_length}"
-            )
+            raise UserError(f"a continuation has {len(continuation)} tokens, not 1 to model.context={self.max_length}")
         row = [*context, *continuation][-(self.max_length + 1) :]
         if (largest := max(row)) >= (vocabulary := self._model.config.model.vocabulary):
-            raise UserError(
-                f"the tokenizer gave id {largest}, which is not below model.vocabulary={vocabulary}; name the model's "
-                f"own with --tokenizer"
-            )
+            raise UserError(f"the tokenizer has id {largest}, but model.vocabulary={vocabulary}; give --tokenizer")
         return row
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -193,10 +188,10 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _in_batches(
-        self, name: str, lengths: Sequence[int], compute: Callable[[LengthBatch], None], disable_tqdm: bool
+        self, name: str, lengths: Sequence[int], compute: Callable[[LengthBatch], None], quiet: bool
     ) -> None:
         """`compute` of every batch, with a progress bar on process 0 where stderr is a terminal."""
-        hidden = disable_tqdm or jax.process_index() > 0 or None
+        hidden = quiet or jax.process_index() > 0 or None
         with tqdm(total=len(lengths), desc=name, unit=" requests", disable=hidden) as bar:
             for batch in length_batches(lengths, self._batch, self._multiple):
                 compute(batch._replace(length=min(batch.length, self.max_length)))

@@ -134,9 +134,8 @@ def answers(
         rest = answer.end()
         if show:
             show(*divmod(row, options.samples), rest, answer.text)
-    return [
-        [answer.text for answer in found[row : row + options.samples]] for row in range(0, len(found), options.samples)
-    ]
+    texts, samples = [answer.text for answer in found], options.samples
+    return [texts[row : row + samples] for row in range(0, len(texts), samples)]
 
 
 class _Answer:
@@ -277,7 +276,7 @@ class TrainingSampler:
     """A `training.run.Sampler`.  The same seed, run.seed, is used each time, so that samples can be compared."""
 
     def __init__(
-        self, config: Config, programs: GenerationPrograms, tokenizer: Tokenizer, prompts: dict[str, Sequence[int]]
+        self, config: Config, programs: GenerationPrograms, tokenizer: Tokenizer, prompts: dict[str, Sequence]
     ):
         """`prompts` are what the model reads, by what is shown before its answer."""
         self._programs, self._tokenizer, self._prompts = programs, tokenizer, prompts
@@ -297,9 +296,8 @@ class TrainingSampler:
                 raise Stopped
 
         try:
-            found = answers(
-                self._programs, params, self._tokenizer, [*self._prompts.values()], self._options, show=look
-            )
+            prompts = [*self._prompts.values()]
+            found = answers(self._programs, params, self._tokenizer, prompts, self._options, show=look)
         except Stopped:
             return None
         except UserError as error:  # after a step that trained well, too, the logits can be infinite or NaN

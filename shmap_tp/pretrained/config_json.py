@@ -15,6 +15,8 @@ from shmap_tp.config.values import kinds_of
 from shmap_tp.errors import UserError, shown
 from shmap_tp.layers.positions import yarn_amplitude
 
+Json = Mapping[str, Any]
+"""An object of a JSON file."""
 LLAMA3 = {
     "factor": "rotary_scaling_factor",
     "low_freq_factor": "rotary_low_frequency_factor",
@@ -74,7 +76,7 @@ def require_one_of(supported: Iterable[Any], key: str, value: Any, where: str, o
     require(value in supported, key, value, rule, where)
 
 
-def section(value: Any, key: str, where: str) -> Mapping[str, Any]:
+def section(value: Any, key: str, where: str) -> Json:
     """`value`, of `key` in `where`, if it is an object; {} for null."""
     return {} if value is None else checked(OBJECT, value, key, where)
 
@@ -107,7 +109,7 @@ class RotaryKeys:
         names |= {"original_max_position_embeddings"} if self.scalings else set()
         return names | {self.partial, "partial_rotary_factor"} if self.partial else names
 
-    def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
+    def read(self, config: Json, head_dim: int, where: str) -> dict[str, Any]:
         """The `rotary_` keys of the `model` section."""
         name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"  # as transformers prefers them
         scaling = section(config.get(name), name, where)
@@ -127,9 +129,7 @@ class RotaryKeys:
             found |= _read_scaling(kind, scaling, extra, config, where)
         return found | self._read_partial(config, scaling, head_dim, where)
 
-    def _read_partial(
-        self, config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int, where: str
-    ) -> dict[str, Any]:
+    def _read_partial(self, config: Json, scaling: Json, head_dim: int, where: str) -> dict[str, Any]:
         name = "partial_rotary_factor"
         given = scaling.get(name, config.get(self.partial or name))
         if not self.partial:
@@ -141,7 +141,7 @@ class RotaryKeys:
         rotated = int(head_dim * given)
         return {"rotary_dim": None if rotated == head_dim else rotated}
 
-    def _refuse_unread(self, name: str, read: str, value: float, config: Mapping[str, Any], where: str) -> None:
+    def _refuse_unread(self, name: str, read: str, value: float, config: Json, where: str) -> None:
         """Raise UserError where `name` has another value than `read`, which transformers reads in this family."""
         given = config.get(name)
         rule = (
@@ -164,9 +164,7 @@ class RotaryKeys:
         return config
 
 
-def _read_scaling(
-    kind: str, scaling: Mapping[str, Any], extra: set[str], config: Mapping[str, Any], where: str
-) -> dict[str, Any]:
+def _read_scaling(kind: str, scaling: Json, extra: set[str], config: Json, where: str) -> dict[str, Any]:
     """The keys of a scaling, whose original context may stand beside it in `config`, or is the context, as transformers
     has it."""
     found: dict[str, Any] = {"rotary_scaling": kind}
@@ -187,12 +185,11 @@ def _read_scaling(
     return found
 
 
-def _read_amplitude(factor: float, scaling: Mapping[str, Any], where: str) -> float | None:
+def _read_amplitude(factor: float, scaling: Json, where: str) -> float | None:
     """What YaRN multiplies q and k by, None where that follows from its factor: the number in the file as it is, or the
     quotient that DeepSeek's two scales give."""
-    given, *scales = (
-        None if scaling.get(key) is None else float(checked(NUMBER, scaling[key], key, where)) for key in _AMPLITUDE
-    )
+    values = {key: scaling.get(key) for key in _AMPLITUDE}
+    given, *scales = (v if v is None else float(checked(NUMBER, v, key, where)) for key, v in values.items())
     if given is None and all(scales):
         given = yarn_amplitude(factor, scales[0]) / yarn_amplitude(factor, scales[1])
     if given is not None:
@@ -219,7 +216,7 @@ class LocalRotaryKeys:
         names = self.of_global.names - {"original_max_position_embeddings"}  # which is not read beside nested keys
         return names | ({self.local} if self.local else set())
 
-    def read(self, config: Mapping[str, Any], head_dim: int, where: str) -> dict[str, Any]:
+    def read(self, config: Json, head_dim: int, where: str) -> dict[str, Any]:
         """The `rotary_` keys of the `model` section.  Local layers have no scaling."""
         given = section(config.get("rope_parameters"), "rope_parameters", where)
         nested, local = {"full_attention", "sliding_attention"}, config.get(self.local or "")
@@ -243,9 +240,8 @@ class LocalRotaryKeys:
             is_plain = "rotary_scaling" not in found
             require(is_plain, "rope_parameters.sliding_attention", of_local, "is not supported", where)
             local = found["rotary_base"]
-        local = float(
-            checked(POSITIVE, self.default_local if local is None else local, self.local or "rope_theta", where)
-        )
+        local = self.default_local if local is None else local
+        local = float(checked(POSITIVE, local, self.local or "rope_theta", where))
         found = self.of_global.read(config, head_dim, where)
         rule = f"means different bases of local layers in different versions of transformers; {of_both}"
         is_clear = self.local or nested & given.keys() or found["rotary_base"] == local
@@ -267,17 +263,12 @@ TYPES = {"local": "sliding_attention", "global": "full_attention"}
 """`model.layer_pattern` -> layer_types."""
 
 
-def pattern_of(types: Sequence[str]) -> list[str]:
-    """`model.layer_pattern` of the layers; types that are not known become themselves."""
-    ours = {theirs: ours for ours, theirs in TYPES.items()}
-    return shortest_pattern([ours.get(kind, kind) for kind in types])
-
-
-def pattern_in(config: Mapping[str, Any], period: int) -> list[str]:
+def pattern_in(config: Json, period: int) -> list[str]:
     """The pattern in a config.json; where layer_types is absent, all layers are local but for every `period`-th."""
     layers = range(1, config["num_hidden_layers"] + 1)
     kinds = ["sliding_attention" if i % period else "full_attention" for i in layers]
-    return pattern_of(config.get("layer_types") or kinds)
+    ours = {theirs: ours for ours, theirs in TYPES.items()}
+    return shortest_pattern([ours[kind] for kind in config.get("layer_types") or kinds])
 
 
 def layer_types(pattern: Sequence[str], layers: int) -> list[str]:

@@ -57,10 +57,7 @@ def derive_model(given: Mapping[str, Any]) -> dict[str, Any]:
             )
     limit = source.family.context_limit(source.config)
     if given.get("context") is not None and given["context"] > limit.tokens:
-        raise UserError(
-            f"model.context={given['context']} is above {limit.reason} of {source.config_file}; use at most "
-            f"{limit.tokens}"
-        )
+        raise UserError(f"model.context={given['context']} is above {limit.reason} of {source.config_file}; lower it")
     return options
 
 
@@ -106,9 +103,7 @@ def target_of(model: ModelConfig, source: Source | None, text: TextDirectory | N
             given = {} if text is None else text.values(MODEL)
             return Target(family, config | ids | given, {name: files[name] for name in files if name != MODEL})
     family, _, differences = min(differing, key=lambda one: ("config" in one[2], len(one[2])))
-    listed = ", ".join(
-        f"model.{key}={shown(mine)} (there {shown(theirs)})" for key, (mine, theirs) in differences.items()
-    )
+    listed = ", ".join(f"model.{key}={shown(a)} (there {shown(b)})" for key, (a, b) in differences.items())
     raise UserError(
         f"no supported architecture can express model {model.name}; the closest, {family.architecture}, differs in "
         f"{listed};\ntrain with the values there, or another model, such as model="
@@ -123,9 +118,7 @@ def _contents(source: Source) -> dict[str, bytes]:
 def require_expressible(replaced: Sequence[str], model: str) -> None:
     """Raise UserError if parts of `model` are replaced by components, which transformers does not have."""
     if parts := [part for part in MODEL_PARTS if part in replaced]:
-        raise UserError(
-            f"{model} has {' and '.join(parts)} of its own (Components), which no supported architecture can express"
-        )
+        raise UserError(f"{model} has {' and '.join(parts)} of its own (Components), which no architecture can express")
 
 
 def describe_target(model: ModelConfig) -> str:

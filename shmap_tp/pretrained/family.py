@@ -14,19 +14,7 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.layers.positions import yarn_amplitude
-from shmap_tp.pretrained.config_json import (
-    LIST,
-    LLAMA3,
-    SCALINGS,
-    SIZE,
-    LocalRotaryKeys,
-    RotaryKeys,
-    checked,
-    require,
-    require_one_of,
-    shortest_pattern,
-    value_for,
-)
+from shmap_tp.pretrained import config_json
 from shmap_tp.pretrained.layout import Layout, sizes_of
 
 REQUIRED = object()
@@ -82,7 +70,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """A parameter of ours and the tensor of a file that has it; {layer} stands for the number of the block, {expert}
     for that of an expert."""
 
@@ -101,19 +89,20 @@ class Row:
         return self.theirs.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
 
-def with_rows(rows: Iterable[Row], *others: Row) -> tuple[Row, ...]:
+def with_rows(rows: Iterable[TensorRow], *others: TensorRow) -> tuple[TensorRow, ...]:
     """`rows`, in which `others` take the place of those of the same parameters."""
     return (*(row for row in rows if row.ours not in {other.ours for other in others}), *others)
 
 
-def with_bias(ours: str, theirs: str, weight: str, bias: str) -> tuple[Row, Row]:
+def with_bias(ours: str, theirs: str, weight: str, bias: str) -> tuple[TensorRow, TensorRow]:
     """The rows of a matrix and its bias, of these patterns."""
-    return Row(f"{ours}.weight", f"{theirs}.weight", weight), Row(f"{ours}.bias", f"{theirs}.bias", bias)
+    return TensorRow(f"{ours}.weight", f"{theirs}.weight", weight), TensorRow(f"{ours}.bias", f"{theirs}.bias", bias)
 
 
-def layer_norm(ours: str, theirs: str) -> tuple[Row, Row]:
+def layer_norm(ours: str, theirs: str) -> tuple[TensorRow, TensorRow]:
     """The rows of a norm with a bias."""
-    return Row(f"{ours}.scale", f"{theirs}.weight", "d -> d"), Row(f"{ours}.bias", f"{theirs}.bias", "d -> d")
+    scale = TensorRow(f"{ours}.scale", f"{theirs}.weight", "d -> d")
+    return scale, TensorRow(f"{ours}.bias", f"{theirs}.bias", "d -> d")
 
 
 MOST_LAYERS = 10_000
@@ -130,7 +119,7 @@ class ContextLimit:
     @classmethod
     def of(cls, key: str, value: Any) -> "ContextLimit":
         """The limit that a key of config.json sets.  Raises UserError if its value is not a number of tokens."""
-        return cls(checked(SIZE, value, key, "config.json"), f"{key}={value}")
+        return cls(config_json.checked(config_json.SIZE, value, key, "config.json"), f"{key}={value}")
 
 
 @dataclass(frozen=True)
@@ -142,12 +131,12 @@ class Family:
     keys: tuple[Key, ...]
     fixed: Mapping[str, Any]
     """Keys of the `model` section that have this value in the whole family."""
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
     context_key: str = "max_position_embeddings"
     """The key of config.json with the longest context."""
     prefix: str = "model."
     """What the names of tensors begin with, except where the model was saved without its head."""
-    rotary: RotaryKeys | LocalRotaryKeys | None = None
+    rotary: config_json.RotaryKeys | config_json.LocalRotaryKeys | None = None
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Keys of config.json that may be absent, and the values of them that are supported."""
     ignored: frozenset[str] = frozenset()
@@ -175,9 +164,9 @@ class Family:
             if value is None:
                 value = key.default(config) if callable(key.default) else key.default
             if key.values is None:
-                value = value_for(key.ours[0], value, key.theirs, where)
+                value = config_json.value_for(key.ours[0], value, key.theirs, where)
             else:
-                require_one_of(key.values, key.theirs, value, where, self.architecture)
+                config_json.require_one_of(key.values, key.theirs, value, where, self.architecture)
                 value = key.values[value]
             found |= dict.fromkeys(key.ours, value)
         found |= self.derived(config, where)
@@ -194,36 +183,36 @@ class Family:
         for name in [*required, *optional]:
             value = config.get(name)
             rule = f"is missing, which every {self.architecture} has"
-            require(value is not None or name not in required, name, value, rule, where)
+            config_json.require(value is not None or name not in required, name, value, rule, where)
             if value is not None:
-                checked(SIZE, value, name, where)
+                config_json.checked(config_json.SIZE, value, name, where)
         for name in (key.theirs for key in self.keys if "layers" in key.ours):
             rule = f"must be at most {MOST_LAYERS}; copy the file again"
-            require(config[name] <= MOST_LAYERS, name, config[name], rule, where)
+            config_json.require(config[name] <= MOST_LAYERS, name, config[name], rule, where)
 
     def _check_layer_types(self, config: Mapping[str, Any], where: str) -> None:
         """Raises UserError unless they are known, and as many as layers."""
         kinds = config.get("layer_types")
         if not kinds or "layer_types" not in self.ignored:
             return
-        for kind in checked(LIST, kinds, "layer_types", where):
-            require_one_of(ATTENTION_KINDS, "layer_types", kind, where)
+        for kind in config_json.checked(config_json.LIST, kinds, "layer_types", where):
+            config_json.require_one_of(ATTENTION_KINDS, "layer_types", kind, where)
         layers = config["num_hidden_layers"]
         rule = f"has {len(kinds)} elements, but num_hidden_layers={layers}"
-        require(len(kinds) == layers, "layer_types", None, rule, where)
+        config_json.require(len(kinds) == layers, "layer_types", None, rule, where)
 
     def _refuse_unknown(self, config: Mapping[str, Any], where: str) -> None:
         known = HARMLESS | {key.theirs for key in self.keys} | {self.context_key} | self.ignored
         known |= self.rotary.names if self.rotary else set()
         for name, value in config.items():
             if name in self.only and value is not None:
-                require_one_of(self.only[name], name, value, where, self.architecture)
+                config_json.require_one_of(self.only[name], name, value, where, self.architecture)
             rule = (
                 f"is not a key that shmap_tp knows for {self.architecture}; if it does not change what the model "
                 f"computes, remove it from a copy of the file"
             )
             is_known = name in known | self.only.keys() or name.startswith("_")
-            require(is_known or value in (None, False), name, value, rule, where)
+            config_json.require(is_known or value in (None, False), name, value, rule, where)
 
     def context_limit(self, config: Mapping[str, Any]) -> ContextLimit:
         """The longest context of the model of `config`.  Raises UserError if it is not a number of tokens."""
@@ -256,7 +245,7 @@ class Family:
         theirs = normalized({key: getattr(model, key) for key in ARCHITECTURE_KEYS} | NEUTRAL | requested)
         return {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key]}
 
-    def layouts(self, model: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[Row, Layout]]:
+    def layouts(self, model: ModelConfig, paths: Iterable[str]) -> dict[str, tuple[TensorRow, Layout]]:
         """For each parameter path its row, and its layout.  Raises UserError if a parameter has no row."""
         rows, sizes = {row.ours: row for row in self.rows}, sizes_of(model)
         for path in paths:
@@ -295,7 +284,7 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
         found["norm_epsilon"] = 1e-5 if found["norm"] == "layernorm" else 1e-6
     if found["rotary_dim"] is None:
         found["rotary_dim"] = found["head_dim"]
-    found["layer_pattern"] = shortest_pattern([plain(kind) for kind in found["layer_pattern"]])
+    found["layer_pattern"] = config_json.shortest_pattern([plain(kind) for kind in found["layer_pattern"]])
     if found["attention_scale_dim"] is None:
         found["attention_scale_dim"] = found["head_dim"]
     if found["rotary_local_base"] == found["rotary_base"] and found["rotary_scaling"] == "none":
@@ -304,8 +293,8 @@ def normalized(options: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"experts_per_token": None, "router_scores": None, "router_normalize": None}
     without_effect = [key for key in found if key.startswith("rotary_")]
     if found["positions"] == "rotary":
-        used = SCALINGS[found["rotary_scaling"]].values() if found["rotary_scaling"] != "none" else ()
-        without_effect = [key for key in LLAMA3.values() if key not in used]
+        used = config_json.SCALINGS[found["rotary_scaling"]].values() if found["rotary_scaling"] != "none" else ()
+        without_effect = [key for key in config_json.LLAMA3.values() if key not in used]
         if not found["rotary_scaling"].startswith("yarn"):
             without_effect.append("rotary_amplitude")
         elif found["rotary_amplitude"] is None:

@@ -78,9 +78,8 @@ def _weights(source: Source, config: Config) -> str:
     tensors = source.tensors.values()
     files, dtypes = {tensor.file for tensor in tensors}, sorted({str(tensor.dtype) for tensor in tensors})
     size = sum(tensor.size for tensor in tensors)
-    return (
-        f"weights: {len(tensors)} tensors of {', '.join(dtypes)}, {size / 1e9:.2f} GB in {len(files)} file(s), complete"
-    )
+    what = f"{len(tensors)} tensors of {', '.join(dtypes)}, {size / 1e9:.2f} GB in {len(files)} file(s)"
+    return f"weights: {what}, complete"
 
 
 def _tokenizer(source: Source) -> str:

@@ -127,7 +127,8 @@ class Layout:
             ranges.append((first, first + count * strides[cut]))
             shape += [1] * cut + [count, *sizes[cut + 1 :]]
             inside += [slice(None)] * (cut + 1) + [slice(*each) for each in cuts[cut + 1 :]]
-        kept = [stop - start for (start, stop), is_letter in self._kept(box) if is_letter]
+        tokens = itertools.chain(*self._sides[0])
+        kept = [stop - start for (start, stop), token in zip(box, tokens, strict=True) if _letter(token)]
         return tensor.read(ranges).reshape(shape)[tuple(inside)].reshape(kept)
 
     def write(self, tensor: NewTensor, ranges: Ranges, values: Float[np.ndarray, "..."]) -> None:
@@ -135,10 +136,6 @@ class Layout:
         for part in self.parts(ranges):
             letters = values[part.ours].reshape(part.letters_shape).transpose(np.argsort(self._order))
             tensor.write(self.view, part.box, letters)
-
-    def _kept(self, box: Box) -> Iterator[tuple[tuple[int, int], bool]]:
-        """Each range of `box`, with whether it is that of a letter (and not of i/n)."""
-        return zip(box, [_letter(token) is not None for token in itertools.chain(*self._sides[0])], strict=True)
 
     @cached_property
     def _order(self) -> list[int]:

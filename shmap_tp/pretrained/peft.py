@@ -31,7 +31,7 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import Declaration, declarations
 from shmap_tp.pretrained.config_json import OBJECT, POSITIVE, SIZE, TEXT, checked, require, require_one_of
 from shmap_tp.pretrained.configuration import Target
-from shmap_tp.pretrained.family import Family, Row
+from shmap_tp.pretrained.family import Family, TensorRow
 from shmap_tp.pretrained.layout import Layout, sizes_of
 from shmap_tp.pretrained.reading import load_parameters, paths_of
 from shmap_tp.pretrained.source import Source
@@ -94,12 +94,9 @@ def open_adapter(directory: str, base: Source) -> SavedAdapter:
     groups = _groups(base.family)
     present = [module for module in groups if _name(module, LORA_A, 0) in files.tensors]
     if not present:
-        raise UserError(
-            f"{root / WEIGHTS} has no factor of a matrix of {base.family.architecture}; name another adapter"
-        )
-    shared = frozenset(
-        module for module in present if files.tensors[_name(module, LORA_A, 0)].shape[:1] == (config.rank,)
-    )
+        raise UserError(f"{root / WEIGHTS} has no factor of a matrix of {base.family.architecture}; name another")
+    ranks = {module: files.tensors[_name(module, LORA_A, 0)].shape[:1] for module in present}
+    shared = frozenset(module for module, rank in ranks.items() if rank == (config.rank,))
     blocks = [module for module in present if module not in shared and len(groups[module]) > 1]
     for key, wanted in _patterns(config, {_suffix(module): len(groups[module]) for module in blocks}).items():
         rule = "is not supported: all matrices have one rank and alpha here"
@@ -184,25 +181,25 @@ def _with_factors(family: Family, model: ModelConfig, shared: Collection[str]) -
     return replace(family, rows=(*family.rows, *rows), prefix="")
 
 
-def _factor_rows(row: Row, declared: Declaration, rank: str) -> list[Row]:
+def _factor_rows(row: TensorRow, declared: Declaration, rank: str) -> list[TensorRow]:
     """The rows of a and b of a matrix."""
     _, ours = _dims(row)
     theirs_in, theirs_out, ours_in = _sides(row, declared)
     field, module = row.ours.removesuffix("weight") + "adapter.", MODULE + row.theirs.removesuffix(".weight")
     b = " ".join("r" if dim == ours_in else dim for dim in ours)
     return [
-        Row(f"{field}a.weight", module + LORA_A, f"{rank} {theirs_in} -> {ours_in} r"),
-        Row(f"{field}b.weight", module + LORA_B, f"{theirs_out} {rank} -> {b}"),
+        TensorRow(f"{field}a.weight", module + LORA_A, f"{rank} {theirs_in} -> {ours_in} r"),
+        TensorRow(f"{field}b.weight", module + LORA_B, f"{theirs_out} {rank} -> {b}"),
     ]
 
 
-def _dims(row: Row) -> tuple[list[str], list[str]]:
+def _dims(row: TensorRow) -> tuple[list[str], list[str]]:
     """The dims of the file's tensor, and of our array."""
     left, right = (re.findall(r"\([^)]*\)|\S+", side) for side in row.pattern.split("->"))
     return left, right
 
 
-def _sides(row: Row, declared: Declaration) -> tuple[str, str, str]:
+def _sides(row: TensorRow, declared: Declaration) -> tuple[str, str, str]:
     """(the file's dim of features in, its dim of features out, our dim of features in)."""
     left, right = _dims(row)
     (ours_in,) = (right[dim] for dim in declared.inputs)
@@ -252,10 +249,8 @@ def _read_config(given: Any, where: str) -> AdapterConfig:
     for key in sorted(given.keys() - HARMLESS):
         off = INITIAL if key == "init_lora_weights" else (None, False, "none", {}, [])
         require(given[key] in off, key, given[key], "is not supported; only plain LoRA and rsLoRA are", where)
-    rank, alpha = (
-        checked(SIZE, given.get("r"), "r", where),
-        checked(POSITIVE, given.get("lora_alpha"), "lora_alpha", where),
-    )
+    rank = checked(SIZE, given.get("r"), "r", where)
+    alpha = checked(POSITIVE, given.get("lora_alpha"), "lora_alpha", where)
     require(alpha < FLOAT32_END, "lora_alpha", alpha, "must be below 2^128", where)
     scale = AdapterScale.sqrt_rank if given.get("use_rslora") else AdapterScale.rank
     return AdapterConfig(rank, float(alpha), scale, [], Precision.auto)

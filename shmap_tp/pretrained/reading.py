@@ -193,9 +193,7 @@ def _read_piece(leaf: jax.ShapeDtypeStruct, read: Reader, first: tuple[int, ...]
         number = tuple(one.indices(length)[0] // n for one, length, n in zip(index, shape, size, strict=True))
         if number not in done:
             starts = [k * part + at for k, part, at in zip(number, shard, first, strict=True)]
-            done[number] = read(
-                tuple(slice(start, start + n) for start, n in zip(starts, size, strict=True)), leaf.shape
-            )
+            done[number] = read(tuple(slice(at, at + n) for at, n in zip(starts, size, strict=True)), leaf.shape)
         return done[number]
 
     return jax.make_array_from_callback(shape, leaf.sharding, of_shard)

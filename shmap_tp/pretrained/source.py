@@ -180,9 +180,7 @@ def open_source(name: str) -> Source:
                 )
             directory, hub_name = _download(name, DESCRIPTION, revision=None), name
         if not (directory / "config.json").is_file():
-            raise UserError(
-                f"{directory} has no config.json; name a directory as transformers' save_pretrained writes it"
-            )
+            raise UserError(f"{directory} has no config.json; name a directory as save_pretrained writes it")
     where = str(directory / "config.json")
     config = checked(OBJECT, read_json_file(directory / "config.json"), "the content", where)
     text_of, config = text_config(config, where) or (None, config)

@@ -37,7 +37,7 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.parallel.partitioning import is_stacked
 from shmap_tp.pretrained.configuration import Target, require_expressible, target_of
-from shmap_tp.pretrained.family import Row
+from shmap_tp.pretrained.family import TensorRow
 from shmap_tp.pretrained.layout import PIECE_BYTES, Layout, Ranges, tensors_within
 from shmap_tp.pretrained.peft import adapter_target
 from shmap_tp.pretrained.reading import paths_of
@@ -46,13 +46,7 @@ from shmap_tp.pretrained.start import recorded_base, recorded_source, restored_p
 from shmap_tp.pretrained.tensor_files import DTYPES, NewFile, pieces_of_array
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.run_lock import LOCK, lock_directories
-from shmap_tp.training.checkpoint_files import (
-    find_checkpoint,
-    read_chunks,
-    read_facts,
-    restore_parameters,
-    saved_config,
-)
+from shmap_tp.training import checkpoint_files
 from shmap_tp.training.components_file import recorded_parts
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.model_functions import build_model_functions
@@ -124,15 +118,14 @@ def export_checkpoint(directory: str, out: Path, step: int | None, form: Form = 
     Returns (the checkpoint, what was written).
     Raises UserError if there is no such checkpoint or its model cannot be expressed, StorageError if the disk is full.
     """
-    checkpoint = find_checkpoint(directory, step)
-    config = saved_config(checkpoint)
-    require_expressible(recorded_parts(read_facts(checkpoint)) or [], f"checkpoint {checkpoint}")
+    checkpoint = checkpoint_files.find_checkpoint(directory, step)
+    config = checkpoint_files.saved_config(checkpoint)
+    require_expressible(recorded_parts(checkpoint_files.read_facts(checkpoint)) or [], f"checkpoint {checkpoint}")
     config = replace(config, run=replace(config.run, components=None))
     one_device = replace(config.mesh, dp=1, mp=1, cp=1, ep=1, tile=None, slices=1, processes=1, zero=Zero.none)
     config = replace(config, mesh=one_device)
-    shapes = build_model_functions(
-        config, make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)
-    ).shapes
+    mesh, dtype = make_mesh(config.mesh, jax.devices()[:1]), compute_dtype(config.train.precision)
+    shapes = build_model_functions(config, mesh, dtype).shapes
     source = recorded_source(checkpoint, config)
     text = None if source else text_for_export(str(checkpoint), config)
     form.check(config.model.adapter)
@@ -143,10 +136,11 @@ def export_checkpoint(directory: str, out: Path, step: int | None, form: Form = 
             held = shapes if base is None else held_in(shapes, jnp.float32)
             parameters = with_base_on_disk(restored_parameters(checkpoint, shapes, held), config, base, shapes)
         else:
-            parameters = restore_parameters(checkpoint, shapes if base is None else split_factors(shapes)[0])
+            held = shapes if base is None else split_factors(shapes)[0]
+            parameters = checkpoint_files.restore_parameters(checkpoint, held)
         save_model(out, config, parameters, source, form, base=base, text=text)
     else:
-        stacked, chunks = paths_of(is_stacked(shapes)), read_chunks(checkpoint, shapes)
+        stacked, chunks = paths_of(is_stacked(shapes)), checkpoint_files.read_chunks(checkpoint, shapes)
         _save_parameters(out, target, config.model, stacked, chunks, form)
     kind = "an adapter of " if has_adapter and not form.merge else ""
     return Path(str(checkpoint)), kind + target.family.architecture
@@ -223,7 +217,7 @@ def pieces_of(parameters: Transformer) -> Iterator[Piece]:
 
 
 def _tensor_shapes(
-    layouts: Mapping[str, tuple[Row, Layout]], stacked: Mapping[str, bool], model: ModelConfig
+    layouts: Mapping[str, tuple[TensorRow, Layout]], stacked: Mapping[str, bool], model: ModelConfig
 ) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor by its name, those outside of the blocks first, then block by block."""
     found = []

@@ -114,9 +114,7 @@ def _bind_address(address: str) -> str:
     try:
         found = {item[4][0] for item in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError as error:
-        raise UserError(
-            f"--coordinator {address}: {host} cannot be resolved; correct it or use the IP address"
-        ) from error
+        raise UserError(f"--coordinator {address}: {host} cannot be resolved; correct it or use its IP") from error
     is_name = host != "localhost" and host not in found
     return f"[::]:{port}" if is_name and all(ipaddress.ip_address(each).is_loopback for each in found) else address
 

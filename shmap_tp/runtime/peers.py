@@ -24,17 +24,9 @@ import jax
 
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import LostProcessError, ShmapTpError
+from shmap_tp.runtime import exit_codes
 from shmap_tp.runtime.agreement import global_state
 from shmap_tp.runtime.distributed import Coordinator, initialize_distributed
-from shmap_tp.runtime.exit_codes import (
-    STOPPED_EARLY,
-    StoppedEarly,
-    end_process,
-    exit_now,
-    exit_with_error,
-    launch_stderr,
-    print_final_message,
-)
 from shmap_tp.runtime.files import make_directory
 
 SHARED = "shmap_tp/shared/"
@@ -60,10 +52,10 @@ def distributed_session(
         initialize_distributed(config, coordinator)
         if not coordinator:
             _redirect_output(config, jax.process_index())
-    except StoppedEarly:
-        exit_now(*STOPPED_EARLY)
+    except exit_codes.StoppedEarly:
+        exit_codes.exit_now(*exit_codes.STOPPED_EARLY)
     except ShmapTpError as error:
-        exit_with_error(error)
+        exit_codes.exit_with_error(error)
     return Peers(stop_event, config.run.lost_timeout_seconds)
 
 
@@ -93,8 +85,8 @@ class Peers:
             jax.distributed.shutdown()  # waits for the others, which may still fail; the thread would notice
             self._left.set()
             self._thread.join()
-        elif isinstance(error, StoppedEarly):
-            self.exit_all(*STOPPED_EARLY)
+        elif isinstance(error, exit_codes.StoppedEarly):
+            self.exit_all(*exit_codes.STOPPED_EARLY)
         elif isinstance(error, ShmapTpError):
             self.exit_all(error.exit_code, str(error))
         else:
@@ -128,7 +120,7 @@ class Peers:
         """End this process.  Process 0, which hosts the store, first waits until the others have read why (at most 5 s,
         since some may be dead) and a second more, so that JAX does not abort them before they exit by themselves."""
         self._exit_lock.acquire()  # never released: a second thread that comes here prints nothing
-        print_final_message(code, message)
+        exit_codes.print_final_message(code, message)
         deadline = time.monotonic() + 5
         with suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(f"{SHARED}read/{self._process}", "", allow_overwrite=True)
@@ -137,7 +129,7 @@ class Peers:
                 self._client.blocking_key_value_get(f"{SHARED}read/{other}", milliseconds)
         if self._process == 0:
             time.sleep(1)
-        end_process(code)
+        exit_codes.end_process(code)
 
     def _run(self) -> None:
         """The thread: access the store every second until this process leaves."""
@@ -147,7 +139,7 @@ class Peers:
         except jax.errors.JaxRuntimeError as error:  # all have left, or the store is gone and JAX will abort
             if not self._left.wait(self._lost_seconds):
                 reason = str(error).splitlines()[0]
-                exit_with_error(LostProcessError(f"the other processes cannot be reached: {reason}"))
+                exit_codes.exit_with_error(LostProcessError(f"the other processes cannot be reached: {reason}"))
 
     def _exchange(self) -> None:
         """Write a heartbeat, exit if another process has exited, and agree on a stop if any process is to stop."""
@@ -201,7 +193,7 @@ def _redirect_output(config: Config, process: int) -> None:
     name = f"process {process} of {config.mesh.processes} on {socket.gethostname()}"
     print(f"{name} writes to {file}", file=sys.stderr)
     sys.stderr.flush()
-    launch_stderr.append(os.dup(2))
+    exit_codes.launch_stderr.append(os.dup(2))
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -113,10 +113,7 @@ class DirectoryLock:
             if old < self._number:
                 before = self._read(old)
                 if before is not None and before.is_running() is None:
-                    print_on_process_0(
-                        f"{self.key}={self.directory} is taken over from {before}, which ends at its next save if it "
-                        f"still runs"
-                    )
+                    print_on_process_0(f"{self.key}={self.directory} is taken over from {before}, if that still runs")
                 self._remove(old)
 
     def require(self) -> None:

@@ -133,17 +133,14 @@ def _poll_metadata(server: str, stop_event: threading.Event, left: threading.Eve
             answered = True
         except (urllib.error.URLError, TimeoutError, OSError) as error:
             if answered:
-                print_on_process_0(
-                    f"the metadata server {server}, which announces preemptions, does not answer ({error}); retrying"
-                )
+                print_on_process_0(f"{server}, which announces preemptions, does not answer ({error}); retrying")
             answered = False
         if left.wait(interval_seconds):
             return
 
 
 def _read_metadata(server: str, key: str) -> str:
-    request = urllib.request.Request(
-        f"http://{server}/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"}
-    )
+    url = f"http://{server}/computeMetadata/v1/instance/{key}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     with urllib.request.urlopen(request, timeout=2) as answer:
         return answer.read().decode().strip()

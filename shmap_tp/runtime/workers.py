@@ -81,9 +81,7 @@ def in_order(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterat
         while results:
             yield results.popleft().result()
     except BrokenProcessPool:
-        raise LostProcessError(
-            "a process of --workers was killed, perhaps for lack of memory; use fewer: --workers N"
-        ) from None
+        raise LostProcessError("a process was killed, perhaps for lack of memory; use fewer: --workers N") from None
     finally:
         for process in {*multiprocessing.active_children()} - {*before}:
             process.kill()

@@ -71,9 +71,8 @@ class BadStepState(eqx.Module):
         """The largest loss that is not a spike; infinite if spikes are allowed or too few losses are known."""
         if config.loss_spike_sigmas is None:
             return jnp.full((), jnp.inf, self.mean.dtype)
-        return jnp.where(
-            self.taken < config.window, jnp.inf, self.mean + config.loss_spike_sigmas * jnp.sqrt(self.variance)
-        )
+        limit = self.mean + config.loss_spike_sigmas * jnp.sqrt(self.variance)
+        return jnp.where(self.taken < config.window, jnp.inf, limit)
 
     def update(self, outcome: "StepOutcome", config: GuardConfig) -> tuple[Bool[Array, ""], "BadStepState"]:
         """(whether a step is good, the state after it)."""
@@ -115,9 +114,7 @@ class BadStepMonitor:
     verdict: str | None = None
     """Why the run must stop; None as long as it can continue."""
 
-    def __init__(
-        self, config: GuardConfig, sequences: Callable[[int], Sequence[int | str]], file: str, in_a_row: int = 0
-    ):
+    def __init__(self, config: GuardConfig, sequences: Callable[[int], Sequence], file: str, in_a_row: int = 0):
         """`sequences(step)` are the sequences of `file` that a step reads, counted from 0.
 
         `in_a_row` is the number of consecutive skipped steps at the end of the run that is resumed.

@@ -118,10 +118,7 @@ def preference_objective(config: Config, execution: Execution) -> PreferenceObje
 def _document(batch: Batch) -> tuple[Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B T"]]:
     """(row, pair, 0 for the chosen and 1 for the rejected) of each target.  Raises UserError without segments."""
     if batch.segments is None:
-        raise UserError(
-            "train.dpo_beta: the rows have no documents, of which two are a pair; give segments, or data of "
-            "prepare --preferences"
-        )
+        raise UserError("train.dpo_beta: the rows have no documents; give segments, or data of prepare --preferences")
     row_BT = jnp.broadcast_to(jnp.arange(batch.targets.shape[0])[:, None], batch.targets.shape)
     return row_BT, batch.segments // 2, batch.segments % 2
 

@@ -55,9 +55,7 @@ class Optimizer:
         """PartitionSpecs of the state; `updated` are those of the part of `params` that each device updates."""
         return optimizer_specs(self.transformation, params, updated)
 
-    def update(
-        self, gradients: Any, state: optax.OptState, params: Any, layout: UpdateSharding
-    ) -> tuple[Any, optax.OptState]:
+    def update(self, gradients: Any, state: optax.OptState, params: Any, layout: UpdateSharding) -> tuple[Any, Any]:
         """(updates, new state) of this device's shards.
 
         Communication  that of `on_whole_matrices`, or of `_of_matrices`; else none.

@@ -31,17 +31,10 @@ from shmap_tp.runtime.files import replacing, writing
 from shmap_tp.runtime.peers import distributed_session
 from shmap_tp.runtime.run_lock import lock_directories
 from shmap_tp.runtime.shutdown import StopRequest, watch_preemption
+from shmap_tp.training import environment
 from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.checkpoint import Checkpoints
-from shmap_tp.training.environment import (
-    compute_dtype,
-    explained_memory_errors,
-    mesh_of_devices,
-    precision_note,
-    prepare_environment,
-    require_host_memory,
-    warn_of_many_emulated_devices,
-)
+from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.goodput import Profile, TimeCategory, WallClock
 from shmap_tp.training.integrity import ReplicaCheck
 from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples
@@ -124,7 +117,8 @@ class Run:
             f"{'' if trained == size else f' ({count_in_words(trained)} trained)'}, "
             f"attention {kernel_name(functions.attention)} ..."
         )
-        if note := precision_note(compute_dtype(config.train.precision), config.train.matmul_precision):
+        dtype = compute_dtype(config.train.precision)
+        if note := environment.precision_note(dtype, config.train.matmul_precision):
             print_on_process_0(note)
         if self.components.make_optimizer is None:
             print_on_process_0(f"learning rate {describe_schedule(config.optimizer, config.train.steps)}")
@@ -194,19 +188,19 @@ def open_run(
     with (
         WallClock() as clock,
         distributed_session(requested, coordinator, stop.stop_event) as stop.peers,
-        explained_memory_errors(),
+        environment.explained_memory_errors(),
     ):
         config = resolve_auto(requested, len(jax.devices()))
-        mesh = mesh_of_devices(config)
-        warn_of_many_emulated_devices()
+        mesh = environment.mesh_of_devices(config)
+        environment.warn_of_many_emulated_devices()
         written = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir}
         with lock_directories(written) as require_owner:
             on_process_0("log.wandb", lambda: check_weights_and_biases(config))
             on_process_0("config.yaml", lambda: refuse_foreign_config(config.run.dir))
-            prepare_environment(config)
+            environment.prepare_environment(config)
             dtype, end_of_text = compute_dtype(config.train.precision), isolating_token(config.data, config.model)
             functions = build_step_functions(config, mesh, dtype, components, end_of_text)
-            require_host_memory(functions.shapes)
+            environment.require_host_memory(functions.shapes)
             batches = Batches(config, functions.tokens)
             require_agreement("data", data_facts(batches.identity))
             saved = Checkpoints(config.checkpoint, print_on_process_0, require_owner)

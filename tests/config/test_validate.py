@@ -27,7 +27,7 @@ RULES = {
     "model.heads=12 model.kv_heads=4 mesh.mp=6 model.ffn=48 model.vocabulary_multiple=6": "mesh.mp=6 neither divides "
     "kv_heads=4 (model bytes) nor is a multiple of it; use mesh.mp in {1, 2}",
     "mesh.processes=3": "mesh.processes=3 does not divide the 8 devices of mesh dp=2 x mp=4; use",
-    "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2 (a row or an mp group cannot span slices); "
+    "mesh.slices=3": "mesh.slices=3 does not divide mesh.dp=2 (no row or mp group spans slices); "
     "use mesh.slices in {1, 2}",
     "mesh.dp=3": "mesh.dp=3 does not divide a microbatch of 16 sequences (train.batch / train.microbatches); "
     "use mesh.dp in {1, 2, 4, 8, 16}",
@@ -38,8 +38,8 @@ RULES = {
     "mesh.zero=fsdp mesh.fsdp_gradients=ring mesh.tensor_parallel=collective_matmul": "use mesh.tensor_parallel="
     "sequence, or mesh.fsdp_gradients=reduce_scatter",
     # offload
-    "model.offload=[up]": "model.offload has up, which model.remat=none does not save; "
-    "use model.remat in {mlp, attention_and_up, all_matmuls}",
+    "model.offload=[up]": "model.offload has up, which model.remat=none does not save; use one of mlp, "
+    "attention_and_up, all_matmuls",
     "model.remat=attention model.offload=[sublayer_output]": "cannot be combined with model.block=parallel",
     "model.remat=attention model.offload=[sublayer_output] model.block=sequential": "accepted",
     # positions
@@ -82,8 +82,8 @@ OF_EXPERTS = {
     "model.adapter.rank=4 model.adapter.matrices=[attention] model.router_bias_rate=0.1": "model.adapter."
     "rank=4, whose checkpoints have adapters alone (model bytes); use model.router_bias_rate=null",
     "mesh.ep=4 mesh.dp=4": "mesh.ep=4 x mesh.mp=4 does not divide experts=8 (model bytes); use mesh.ep in {1, 2}",
-    "mesh.ep=2 mesh.dp=3": "mesh.ep=2 does not divide mesh.dp=3, of which it is a part; use mesh.ep in {1, 3}",
-    "mesh.ep=2 mesh.slices=2": "mesh.ep=2 does not divide mesh.dp=2 / mesh.slices=2, of which it is a part; use "
+    "mesh.ep=2 mesh.dp=3": "mesh.ep=2 does not divide mesh.dp=3; use mesh.ep in {1, 3}",
+    "mesh.ep=2 mesh.slices=2": "mesh.ep=2 does not divide mesh.dp=2 / mesh.slices=2; use "
     "mesh.ep in {1}",
     "mesh.ep=2 mesh.zero=fsdp mesh.fsdp_gradients=ring": "mesh.fsdp_gradients=ring cannot be combined with mesh.ep=2",
 }  # fmt: skip

@@ -120,7 +120,7 @@ PATHS = {
     "foo://bar": "{key}=foo://bar is not a path of this machine",
     "gs:/bucket/x": "{key}=gs:/bucket/x is not a path of this machine",
     "gs://": "{key}=gs:// is not a path of this machine",
-    "~/x": "{key}=~/x: only a shell replaces ~; write $HOME on the command line, ${{oc.env:HOME}} in a file",
+    "~/x": "{key}=~/x: only a shell replaces ~; write $HOME in a command, ${{oc.env:HOME}} in a file",
     "": "{key} is empty; name a directory, or . for the working directory",
 }
 

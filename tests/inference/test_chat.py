@@ -14,9 +14,7 @@ from shmap_tp.inference.generator import Options
 from shmap_tp.inference.text import LEAST_ROOM, Chat
 
 pytest.importorskip("jinja2")
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}{{ '[a]' if add_generation_prompt }}"
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": 'A "quoted" <é>\n line'},

@@ -87,9 +87,8 @@ def test_the_first_token_of_a_tokenizer_is_the_context_of_a_text_and_not_graded(
 def test_answers_end_before_stop_texts_and_are_those_of_generate(harness):
     prompts = ["a", "bb" * 30, "c"]
     greedy = {"max_gen_toks": 6, "until": ["\n\n"]}
-    found = harness.generate_until(
-        instances("generate_until", *[(text, greedy) for text in prompts]), disable_tqdm=True
-    )
+    asked = instances("generate_until", *[(text, greedy) for text in prompts])
+    found = harness.generate_until(asked, disable_tqdm=True)
     ids = [list(text.encode())[-26:] for text in prompts]
     expected = harness._model.generate(ids, max_new_tokens=6, stop_tokens=(0,))
     assert found == [Bytes().decode(tokens).split("\n\n")[0] for tokens in expected]

@@ -57,9 +57,8 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def test_a_checkpoint_has_the_adapter_alone_and_names_its_base(work):
-    saved = by_path(
-        jax.tree.map(lambda leaf: np.zeros(leaf.shape), saved_state(absolute(str(work / "run/checkpoints/4"))))
-    )
+    state = saved_state(absolute(str(work / "run/checkpoints/4")))
+    saved = by_path(jax.tree.map(lambda leaf: np.zeros(leaf.shape), state))
     arrays = {name for name in saved if name.startswith("params.") or ".mu." in name or ".nu." in name}
     assert len(arrays) == 3 * 7 * 2 and all(".adapter." in name for name in arrays)
     size = sum(file.stat().st_size for file in (work / "run" / "checkpoints" / "4").rglob("*") if file.is_file())

@@ -130,10 +130,8 @@ def test_factors_after_20_steps_are_those_that_peft_trains(tmp_path):
         given += [f"optimizer.learning_rate={rate}", f"optimizer.final_learning_rate={rate}", "optimizer.clip_norm=1e9"]
         given += ["optimizer.warmup_steps=0", "optimizer.weight_decay=0.1", f"model.adapter.rank={RANK}"]
         config = shmap_tp.load_config(*given, f"model.adapter.alpha={ALPHA}", file=str(ROOT / "conf" / "finetune.yaml"))
-        functions, source = (
-            build_step_functions(config, shmap_tp.make_mesh(config), jnp.float64),
-            open_source(str(base)),
-        )
+        functions = build_step_functions(config, shmap_tp.make_mesh(config), jnp.float64)
+        source = open_source(str(base))
         factors = load_factors(open_adapter(str(tmp_path / "start"), source), config.model, functions.shapes.params)
         frozen = load_parameters(source, config.model, split_factors(functions.shapes.params)[1])
         state = functions.init_from(eqx.combine(factors, frozen))

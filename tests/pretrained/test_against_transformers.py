@@ -134,9 +134,8 @@ def test_greedy_tokens_are_those_of_transformers_for_several_times_the_window(di
     model = theirs(directories / case)
     options = {"do_sample": False, "eos_token_id": None, "attention_mask": torch.ones(prompt.shape, dtype=torch.long)}
     expected = model.generate(torch.tensor(prompt), max_new_tokens=new, **options)
-    found = shmap_tp.from_pretrained(directories / case, **MESH).generate(
-        [prompt[0].tolist()], max_new_tokens=new, temperature=0.0
-    )
+    model = shmap_tp.from_pretrained(directories / case, **MESH)
+    found = model.generate([prompt[0].tolist()], max_new_tokens=new, temperature=0.0)
     assert found[0] == expected[0, prompt.shape[1] :].tolist()
 
 
@@ -274,9 +273,8 @@ def test_other_forms_of_config_json_are_read_as_transformers_reads_them(director
         del place[key]
     (directory / "config.json").write_text(json.dumps(content))
     with torch.no_grad():
-        expected, before = (
-            theirs(each)(torch.tensor(tokens()[:, :-1])).logits.numpy() for each in (directory, directories / case)
-        )
+        each = directory, directories / case
+        expected, before = (theirs(one)(torch.tensor(tokens()[:, :-1])).logits.numpy() for one in each)
     model = shmap_tp.from_pretrained(directory)
     found = difference(model.logits(tokens()[:, :-1]), expected)
     print(f"{name}: {found:.1e}, changed {difference(before, expected):.1e}")

@@ -105,9 +105,8 @@ def test_a_run_is_not_resumed_with_other_counted_tokens(work, tmp_path):
 
 
 def test_the_configuration_of_smollm2_is_valid_with_another_model(work):
-    config = shmap_tp.load_config(
-        f"model.from_pretrained={work / 'model'}", file=str(ROOT / "conf" / "finetune_smollm2.yaml")
-    )
+    file = str(ROOT / "conf" / "finetune_smollm2.yaml")
+    config = shmap_tp.load_config(f"model.from_pretrained={work / 'model'}", file=file)
     assert (config.model.context, config.train.steps, config.optimizer.schedule) == (256, 12, "cosine")
 
 

@@ -106,9 +106,7 @@ def test_a_template_that_fails_is_named(tmp_path, text):
     assert "chat.jinja refuses the messages" in refusal(template.render, [{"role": "user", "content": "a"}])
 
 
-def test_an_export_needs_a_name_and_replaces_no_directory_of_the_user_and_none_of_an_export_in_progress(
-    tmp_path, monkeypatch
-):
+def test_an_export_needs_a_name_and_replaces_no_directory_of_the_user_and_no_export_in_progress(tmp_path, monkeypatch):
     """OUT.incomplete is removed only if an export has left it."""
     monkeypatch.chdir(tmp_path)
     model = shmap_tp.from_pretrained(write_directory(tmp_path / "model", "llama"))

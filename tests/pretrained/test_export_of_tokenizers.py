@@ -59,11 +59,8 @@ def test_what_is_exported_adds_no_token_that_the_data_had_not(tmp_path):
     assert made.encode("a").ids != again.encode("a").ids == tokenizer.encode("a")
     assert ids == {"eos_token_id": [257, 260], "bos_token_id": begin[1], "pad_token_id": None}
     config = text.values("tokenizer_config.json")
-    assert config.pop("tokenizer_class") and config == {
-        "eos_token": "<|eot_id|>",
-        "bos_token": begin[0],
-        "model_max_length": 64,
-    }
+    assert config.pop("tokenizer_class")
+    assert config == {"eos_token": "<|eot_id|>", "bos_token": begin[0], "model_max_length": 64}
 
 
 @pytest.mark.parametrize("make", [lambda _: Bytes(), subwords], ids=["bytes", "subwords"])

@@ -60,11 +60,7 @@ SECTIONS = [
     ("llama", {ROPE: None, "rope_theta": 50_000.0, SCALING: LLAMA3}, LLAMA),
     ("gpt_neox", {ROPE: None, "rotary_emb_base": 10_000, "rotary_pct": 0.5}, {"rotary_dim": 4}),
     # where there are rope_scaling and rope_parameters the first counts, as in transformers
-    (
-        "llama",
-        {SCALING: {"rope_type": "default", "rope_theta": 7.0}},
-        {"rotary_base": 7, "rotary_scaling": None},
-    ),
+    ("llama", {SCALING: {"rope_type": "default", "rope_theta": 7.0}}, {"rotary_base": 7, "rotary_scaling": None}),
     # a rotary model gets a context of at most 2048, and learned positions are kept whole
     ("llama", LONG, {"context": 2048}),
     ("gpt2", {"n_positions": 4096}, {"context": 4096}),

@@ -16,19 +16,12 @@ from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import split_factors
 from shmap_tp.pretrained.reading import load_parameters
 from shmap_tp.pretrained.source import open_source
+from tests.helpers import pretrained_models as models
 from tests.helpers.adapter_cases import merged
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.paths import ROOT
-from tests.helpers.pretrained_models import (
-    dequantized,
-    read_tensors,
-    shared_model_functions,
-    tokens,
-    write_directory,
-    write_tensors,
-)
 
-RANK, IDS = 3, tokens()[:1, :32]
+RANK, IDS = 3, models.tokens()[:1, :32]
 FILES = {"adapter_model.safetensors", "adapter_config.json", "base.json"}
 FUSED = {"gpt2": "attn.c_attn", "gpt_neox": "attention.query_key_value"}
 CONTEXT = {"gpt2": 512}
@@ -41,7 +34,7 @@ def adapted(base: Path, case: str, *settings: str, shared: bool = False) -> shma
     given.append(f"model.context={CONTEXT.get(case, 32)}")
     config = shmap_tp.load_config(*given, file=ROOT / "conf" / "finetune.yaml")
     mesh, source = shmap_tp.make_mesh(config), open_source(str(base))
-    functions, random = shared_model_functions(config, mesh, jnp.float32), np.random.default_rng(3)
+    functions, random = models.shared_model_functions(config, mesh, jnp.float32), np.random.default_rng(3)
     shapes, frozen = split_factors(functions.shapes)
     values = jax.tree.map(lambda leaf: random.normal(0, 0.1, leaf.shape).astype(np.float32), shapes)
     if shared:
@@ -62,7 +55,7 @@ def read(base: Path, adapter: Path, case: str, **mesh: Any) -> shmap_tp.Model:
 
 @pytest.mark.parametrize("case", ["llama_tied", "gpt2", "gptj", "phi3", "mixtral"])
 def test_an_adapter_is_written_and_read_with_the_same_bits_and_merged_into_the_same_model(tmp_path, case):
-    base = write_directory(tmp_path / "base", case)
+    base = models.write_directory(tmp_path / "base", case)
     of_experts = ["model.adapter.matrices=[attention]"] if case == "mixtral" else []
     model = adapted(base, case, "model.adapter.scale=sqrt_rank", *of_experts)
     model.save_pretrained(tmp_path / "out")
@@ -89,34 +82,34 @@ def test_an_adapter_is_written_and_read_with_the_same_bits_and_merged_into_the_s
 
 @pytest.mark.parametrize("case", FUSED)
 def test_factors_that_q_k_and_v_share_are_those_of_one_fused_matrix_and_others_are_its_blocks(tmp_path, case):
-    base = write_directory(tmp_path / "base", case)
+    base = models.write_directory(tmp_path / "base", case)
     for shared, rank in [(True, RANK), (False, 3 * RANK)]:
         model, out = adapted(base, case, shared=shared), tmp_path / str(shared)
         model.save_pretrained(out)
         config = json.loads((out / "adapter_config.json").read_text())
         assert config["rank_pattern"] == ({} if shared else {FUSED[case]: rank})
         assert config["alpha_pattern"] == ({} if shared else {FUSED[case]: 3 * 16})
-        named = {name: w for name, w in read_tensors(out).items() if FUSED[case] in name}
+        named = {name: w for name, w in models.read_tensors(out).items() if FUSED[case] in name}
         assert {w.shape[0 if ".lora_A." in name else 1] for name, w in named.items()} == {rank}
         assert_same_bits(read(base, out, case, dp=2, mp=4).parameters, model.parameters)
     name = next(name for name in named if ".lora_B." in name)
-    write_tensors(out / "adapter_model.safetensors", read_tensors(out) | {name: named[name] + 1})
+    models.write_tensors(out / "adapter_model.safetensors", models.read_tensors(out) | {name: named[name] + 1})
     with pytest.raises(UserError, match=r"is neither shared by its 3 parts nor block-diagonal"):
         read(base, out, case)
 
 
 def test_factors_are_added_to_the_products_of_a_base_in_int8(tmp_path):
-    base = write_directory(tmp_path / "base", "llama_tied")
+    base = models.write_directory(tmp_path / "base", "llama_tied")
     adapted(base, "llama_tied").save_pretrained(tmp_path / "out")
     found = read(base, tmp_path / "out", "llama_tied", dp=1, mp=2, dtype="int8")
     factors, frozen = split_factors(found.parameters)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(factors)} == {"float32"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"float32", "int8"}
-    assert_close(found.logits(IDS), dequantized(found).logits(IDS), 2e-5)
+    assert_close(found.logits(IDS), models.dequantized(found).logits(IDS), 2e-5)
 
 
 def test_an_adapter_of_some_matrices_has_these_alone_and_beside_it_the_files_of_the_tokenizer(tmp_path):
-    base = write_directory(tmp_path / "base", "llama")
+    base = models.write_directory(tmp_path / "base", "llama")
     for name in ("tokenizer_config.json", "generation_config.json"):
         (base / name).write_text('{"eos_token_id": 2}')
     model = adapted(base, "llama", "model.adapter.matrices=[query,mlp]")
@@ -131,7 +124,7 @@ def test_an_adapter_of_some_matrices_has_these_alone_and_beside_it_the_files_of_
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and an adapter of it."""
     root = tmp_path_factory.mktemp("saved")
-    adapted(write_directory(root / "base", "llama"), "llama").save_pretrained(root / "out")
+    adapted(models.write_directory(root / "base", "llama"), "llama").save_pretrained(root / "out")
     return root
 
 
@@ -171,8 +164,8 @@ def test_an_adapter_of_another_base_is_refused(saved, tmp_path):
     (out / "base.json").unlink()  # as PEFT writes it
     read(base, out, "llama")
     with pytest.raises(UserError, match="has no factor of a matrix of GPTJForCausalLM"):
-        read(write_directory(tmp_path / "gptj", "gptj"), out, "gptj")
-    wide = write_directory(tmp_path / "wide", "gemma")
+        read(models.write_directory(tmp_path / "gptj", "gptj"), out, "gptj")
+    wide = models.write_directory(tmp_path / "wide", "gemma")
     with pytest.raises(UserError, match=r"q_proj.lora_B.weight has the shape \[48, 3\], but .* asks for \[128, 3\]"):
         read(wide, out, "llama")
 
@@ -181,17 +174,18 @@ def test_damaged_files_are_refused(saved, tmp_path):
     def copy(name: str) -> Path:
         return shutil.copytree(saved / "out", tmp_path / name)
 
-    written = read_tensors(saved / "out")
+    written = models.read_tensors(saved / "out")
     without = {name: w for name, w in written.items() if "layers.2.mlp.up_proj.lora_B" not in name}
-    write_tensors(copy("missing") / "adapter_model.safetensors", without)
+    models.write_tensors(copy("missing") / "adapter_model.safetensors", without)
     more = {"base_model.model.lm_head.weight": np.zeros((97, 48), np.float32)}
-    write_tensors(copy("more") / "adapter_model.safetensors", written | more)
+    models.write_tensors(copy("more") / "adapter_model.safetensors", written | more)
     (copy("none") / "adapter_model.safetensors").unlink()
     (copy("config") / "adapter_config.json").unlink()
     (copy("base") / "base.json").write_text("[]")
     (copy("numbers") / "base.json").write_text('{"path": 5, "sha256": 6}')
     name = next(iter(written))
-    write_tensors(copy("nan") / "adapter_model.safetensors", written | {name: np.full_like(written[name], np.nan)})
+    spoiled = written | {name: np.full_like(written[name], np.nan)}
+    models.write_tensors(copy("nan") / "adapter_model.safetensors", spoiled)
     for name, message in {
         "missing": "has no tensor base_model.model.model.layers.2.mlp.up_proj.lora_B.weight",
         "more": "has the tensor base_model.model.lm_head.weight, for which",

@@ -106,15 +106,12 @@ def test_a_sharded_directory_is_written_with_its_index_and_read_again(tmp_path, 
     model = shmap_tp.from_pretrained(directory, dp=2, mp=4)
     save_model(tmp_path / "out", model.config, model.parameters, model.source, Form("float32", shard_bytes=100_000))
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
-    assert (
-        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 2
-    )
+    names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert files == names and len(files) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(v.nbytes for v in read_tensors(directory).values())
     assert set(index["weight_map"].values()) == set(files)
-    assert_same_bits(
-        shmap_tp.from_pretrained(tmp_path / "out").parameters, shmap_tp.from_pretrained(directory).parameters
-    )
+    assert_same_bits(*(shmap_tp.from_pretrained(each).parameters for each in (tmp_path / "out", directory)))
     (tmp_path / "out" / files[1]).unlink()
     with pytest.raises(UserError, match=rf"{files[1]} does not exist; copy it there"):
         shmap_tp.from_pretrained(tmp_path / "out")

@@ -102,9 +102,8 @@ def test_generation_in_int8_is_that_of_the_same_weights_in_float32(tmp_path):
     assert np.array_equal(np.asarray(dequantized(model).logits(rows)).argmax(-1)[:, 2:-1], rows[:, 3:])
     programs, params = model.generation_programs, model.parameters
     layers = programs.unstack(params.blocks)
-    is_there = jax.tree.map(
-        lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), layers, programs.layer_shardings(layers)
-    )
+    wanted = programs.layer_shardings(layers)
+    is_there = jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), layers, wanted)
     assert all(jax.tree.leaves(is_there))
     for number, layer in enumerate(layers):
         assert_same_bits(layer, jax.tree.map(lambda x, number=number: x[number], params.blocks))

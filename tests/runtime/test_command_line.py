@@ -29,9 +29,8 @@ def test_a_command_whose_output_can_no_longer_be_written_ends_without_a_tracebac
         os.close(reader)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with os.fdopen(descriptor, "w") as stdout:
-        done = subprocess.run(
-            program, cwd=tmp_path, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
-        )
+        given = {"env": environment, "stdout": stdout, "stderr": subprocess.PIPE, "text": True, "timeout": 60}
+        done = subprocess.run(program, cwd=tmp_path, **given)
     assert (done.returncode, done.stderr) == (code, said)
 
 
@@ -57,9 +56,8 @@ outlive_readers()
 print("\\N{SNOWMAN}")
 """
     environment = os.environ | {"PYTHONIOENCODING": "ascii:strict", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, input=b"\xff\n", capture_output=True, timeout=60
-    )
+    given = {"env": environment, "input": b"\xff\n", "capture_output": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", program], **given)
     assert done.stdout == b"\\u2603 '\\udcff'\n\\u2603\n", done.stderr
 
 

@@ -67,9 +67,7 @@ ESCAPED = r"the key \x1b[2J", r"  error: all is well\x9b2J\x2028xxx"
 
 
 @pytest.mark.parametrize("how", ["the error of a command", "the last message of a process", "a line", "an answer"])
-def test_a_text_of_somebody_elses_cannot_control_the_terminal_or_look_like_an_error_of_this_program(
-    monkeypatch, capfd, how
-):
+def test_a_text_of_others_cannot_control_the_terminal_or_look_like_an_error_of_this_program(monkeypatch, capfd, how):
     def refuse() -> None:
         raise UserError(FORGED)
 

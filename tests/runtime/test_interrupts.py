@@ -54,9 +54,8 @@ verify checkpoint nowhere
 def test_ctrl_c_during_the_imports_of_a_command_ends_it_without_a_traceback(tmp_path, command):
     """Its exception would be swallowed, or crash the interpreter, in places."""
     name, *arguments = command.split()
-    run = (
-        f"import runpy, sys\nsys.argv = {[name, *arguments]}\nrunpy.run_module('shmap_tp.{name}', run_name='__main__')"
-    )
+    argv = [name, *arguments]
+    run = f"import runpy, sys\nsys.argv = {argv}\nrunpy.run_module('shmap_tp.{name}', run_name='__main__')"
     done = python(at_import("numpy", signal.SIGINT) + run, cwd=tmp_path)
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
@@ -138,4 +137,4 @@ def test_a_second_ctrl_c_while_training_leaves_no_traceback():
         """
     )
     assert done.returncode == 130
-    assert done.stderr == "interrupted without saving: --resume continues from the newest checkpoint, if there is one\n"
+    assert done.stderr == "interrupted without saving: --resume continues from the newest checkpoint, if any\n"

@@ -22,18 +22,7 @@ from shmap_tp.config.validate import validate_process_arguments
 from shmap_tp.errors import LostProcessError, UserError
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
-from tests.helpers.run_fixtures import (
-    FIRST,
-    free_port,
-    killed_at_the_end,
-    lines,
-    make_runs_quick,
-    overrides,
-    start,
-    tiny,
-    together,
-    wait_for_step,
-)
+from tests.helpers import run_fixtures as runs
 
 GIVEN = ["checkpoint.every=3", "evaluate.every=3", "train.check_replicas_every=2"]
 ENDLESS = ["mesh.dp=4", "mesh.mp=2", "train.steps=100000"]
@@ -55,8 +44,8 @@ def slurm(*arguments: str) -> Iterator[list[subprocess.Popen]]:
     job = {"JOB_ID": free_job(), "STEP_NODELIST": "localhost", "NTASKS": 2, "STEP_NUM_NODES": 1}
     tasks = [job | {"PROCID": number, "LOCALID": number} for number in range(2)]
     environments = [{f"SLURM_{name}": str(value) for name, value in task.items()} for task in tasks]
-    given = ("--cfg", FIRST, *arguments, "mesh.processes=2")
-    with killed_at_the_end(start(*given, JAX_PLATFORMS="cpu", **each) for each in environments) as processes:
+    given = ("--cfg", runs.FIRST, *arguments, "mesh.processes=2")
+    with runs.killed_at_the_end(runs.start(*given, JAX_PLATFORMS="cpu", **each) for each in environments) as processes:
         yield processes
 
 
@@ -72,8 +61,8 @@ def ended(processes: list[subprocess.Popen], code: int) -> tuple[str, list[str]]
 def train_alone(directory: Path, steps: int, resume: str = "never") -> None:
     """Train in this process, on its eight devices, until `steps` are done."""
     with pytest.MonkeyPatch.context() as patch:
-        make_runs_quick(patch)
-        assert loop.train(tiny(directory, *GIVEN, f"train.steps={steps}", f"checkpoint.resume={resume}")) == 0
+        runs.make_runs_quick(patch)
+        assert loop.train(runs.tiny(directory, *GIVEN, f"train.steps={steps}", f"checkpoint.resume={resume}")) == 0
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +75,7 @@ def alone(tmp_path_factory) -> Path:
 
 def assert_same_losses(directory: Path, expected: Path, steps: int) -> None:
     """The first `steps` lines of metrics are steps 1 to `steps`, each once, with the losses of run `expected`."""
-    found, wanted = lines(directory)[:steps], lines(expected)[:steps]
+    found, wanted = runs.lines(directory)[:steps], runs.lines(expected)[:steps]
     assert [line["step"] for line in found] == list(range(1, steps + 1))
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6, abs=0)
 
@@ -96,11 +85,11 @@ def test_two_processes_continue_a_run_of_one_stop_together_and_are_continued_by_
     for name in ("straight", "several"):
         shutil.copytree(alone, tmp_path / name)
     several = tmp_path / "several"
-    with slurm(*overrides(several, *GIVEN, *ENDLESS, "checkpoint.resume=must")) as processes:
-        wait_for_step(processes[0], several, 6)
+    with slurm(*runs.overrides(several, *GIVEN, *ENDLESS, "checkpoint.resume=must")) as processes:
+        runs.wait_for_step(processes[0], several, 6)
         processes[1].send_signal(signal.SIGTERM)
         output, (_, said) = ended(processes, 75)
-    stopped = lines(several)[-1]["step"]
+    stopped = runs.lines(several)[-1]["step"]
     assert "resuming from step 3" in output and output.count("step 5/") == 1
     assert f"stopped and saved at step {stopped} of 100000" in output
     assert said.startswith("process 1 of 2 on ") and said.splitlines()[0].endswith("/run/logs/process-1.log")
@@ -108,14 +97,14 @@ def test_two_processes_continue_a_run_of_one_stop_together_and_are_continued_by_
     train_alone(several, stopped + 2, "must")
     assert f"resuming from step {stopped}" in capsys.readouterr().out
     train_alone(tmp_path / "straight", stopped + 2, "must")
-    assert [line["mesh"] for line in lines(several)] == [[2, 4]] * 3 + [[4, 2]] * (stopped - 3) + [[2, 4]] * 2
+    assert [line["mesh"] for line in runs.lines(several)] == [[2, 4]] * 3 + [[4, 2]] * (stopped - 3) + [[2, 4]] * 2
     assert_same_losses(several, tmp_path / "straight", stopped + 2)
 
 
 def test_two_processes_start_as_one_and_the_kill_of_one_is_reported_by_the_other_which_exits(alone, tmp_path):
     given = [*ENDLESS, "evaluate.every=0", "checkpoint.every=0", "run.lost_timeout_seconds=10"]
-    with together(2, *overrides(tmp_path, *given)) as (first, second):
-        wait_for_step(first, tmp_path, 3)
+    with runs.together(2, *runs.overrides(tmp_path, *given)) as (first, second):
+        runs.wait_for_step(first, tmp_path, 3)
         second.kill()
         began = time.monotonic()
         _, err = first.communicate(timeout=60)
@@ -131,9 +120,9 @@ def test_four_processes_continue_the_run_of_two_and_one_of_four_and_two_of_one(t
     train_alone(tmp_path / "alone", 9)
     for processes, steps, mesh in [(2, 3, (2, 4)), (4, 6, (4, 2)), (1, 8, (1, 8)), (2, 9, (8, 1))]:
         on = [f"mesh.dp={mesh[0]}", f"mesh.mp={mesh[1]}", f"train.steps={steps}", "checkpoint.resume=if_present"]
-        with together(processes, *overrides(tmp_path, *GIVEN, *on)) as started:
+        with runs.together(processes, *runs.overrides(tmp_path, *GIVEN, *on)) as started:
             assert f"done at step {steps} of {steps}" in ended(started, 0)[0]
-    assert [line["mesh"] for line in lines(tmp_path)] == [[2, 4]] * 3 + [[4, 2]] * 3 + [[1, 8]] * 2 + [[8, 1]]
+    assert [line["mesh"] for line in runs.lines(tmp_path)] == [[2, 4]] * 3 + [[4, 2]] * 3 + [[1, 8]] * 2 + [[8, 1]]
     assert_same_losses(tmp_path, tmp_path / "alone", 9)
 
 
@@ -144,7 +133,7 @@ def test_processes_that_were_started_differently_name_the_keys_and_exit_before_a
     """Other devices, steps and learning rate: they would hang, or train on silently.  Paths may differ."""
     (tmp_path / "copy").symlink_to(tmp_path / "data")
     other = ["mesh.dp=4", "train.steps=9", "optimizer.learning_rate=1e-4", f"data.dir={tmp_path / 'copy'}"]
-    with together(2, *overrides(tmp_path), last=other) as processes:
+    with runs.together(2, *runs.overrides(tmp_path), last=other) as processes:
         _, errors = ended(processes, 2)
     for text in errors:
         assert "mesh.dp is 2 on process 0, 4 on process 1; train.steps is 8 on process 0, 9 on process 1; " in text
@@ -154,7 +143,7 @@ def test_processes_that_were_started_differently_name_the_keys_and_exit_before_a
 
 def test_an_error_in_one_process_is_reported_by_all(tmp_path):
     """Only process 1 finds no data."""
-    with together(2, *overrides(tmp_path), last=["data.dir=nowhere"]) as processes:
+    with runs.together(2, *runs.overrides(tmp_path), last=["data.dir=nowhere"]) as processes:
         _, errors = ended(processes, 2)
     assert errors[0].startswith("error: process 1 exited: nowhere/train.bin does not exist; prepare it with"), errors[0]
     for text in (errors[1], (tmp_path / "run" / "logs" / "process-1.log").read_text()):
@@ -167,11 +156,12 @@ def test_an_error_in_one_process_is_reported_by_all(tmp_path):
 def waiting(directory: Path, number: int, port: int, *given: str) -> subprocess.Popen:
     """Process `number` of two, whose other one is not there."""
     place = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id", str(number)]
-    return start("--cfg", FIRST, *overrides(directory, *given), *place, JAX_PLATFORMS="cpu")
+    return runs.start("--cfg", runs.FIRST, *runs.overrides(directory, *given), *place, JAX_PLATFORMS="cpu")
 
 
 def test_a_join_timeout_ends_a_process_and_names_the_address_and_the_likely_reason(tmp_path, monkeypatch):
-    with killed_at_the_end([waiting(tmp_path, 1, port := free_port(), "run.join_timeout_seconds=2")]) as (process,):
+    late = waiting(tmp_path, 1, port := runs.free_port(), "run.join_timeout_seconds=2")
+    with runs.killed_at_the_end([late]) as (process,):
         _, err = process.communicate(timeout=60)
     assert process.returncode == LostProcessError.exit_code
     _, message = err.splitlines()[:2]
@@ -183,7 +173,7 @@ def test_a_join_timeout_ends_a_process_and_names_the_address_and_the_likely_reas
 
 
 def test_a_process_that_waits_for_the_others_stops_at_once_and_listens_only_at_its_address(tmp_path):
-    with killed_at_the_end([waiting(tmp_path, 0, port := free_port())]) as (process,):
+    with runs.killed_at_the_end([waiting(tmp_path, 0, port := runs.free_port())]) as (process,):
         assert not reaches_beyond(port, process), f"port {port} is open at another address than 127.0.0.1"
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
@@ -230,7 +220,7 @@ BAD_ARGUMENTS = {
 
 @pytest.mark.parametrize("given", BAD_ARGUMENTS)
 def test_bad_process_arguments_are_explained(capsys, given):
-    assert command.main(["--cfg", FIRST, *given.split()]) == 2
+    assert command.main(["--cfg", runs.FIRST, *given.split()]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and BAD_ARGUMENTS[given] in message and len(message.splitlines()) == 1
 

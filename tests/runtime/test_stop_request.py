@@ -9,7 +9,7 @@ import pytest
 from shmap_tp.runtime import shutdown
 from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.runtime.shutdown import StopRequest
-from shmap_tp.training import loop, run
+from shmap_tp.training import environment, loop, run
 from shmap_tp.training.checkpoint import Checkpoints
 from tests.helpers.run_fixtures import checkpoint_steps, make_runs_quick, state_at, tiny
 
@@ -39,7 +39,7 @@ MOMENTS = "mesh_of_devices prepare_environment build_step_functions Batches rest
 def test_a_run_stopped_before_the_first_step_saves_nothing(tmp_path, monkeypatch, capsys, name):
     """`kernel_name` is called just before the step is compiled."""
     former = signal.getsignal(signal.SIGTERM)
-    sigterm_before(monkeypatch, run, name)
+    sigterm_before(monkeypatch, run if hasattr(run, name) else environment, name)
     assert loop.train(tiny(tmp_path)) == STOPPED
     assert "stopped before the first training step; there is nothing to save" in capsys.readouterr().out
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -48,9 +48,8 @@ def published(params, without, logits, normalized: bool) -> tuple[jax.Array, dic
     the tokens of each answer."""
     tokens, segments = rows()
     ids, targets = np.where(tokens < 0, ~tokens, tokens)[:, :-1], tokens[:, 1:]
-    log_p, log_r = (
-        jax.nn.log_softmax(logits(p, ids, segments[:, :-1])[..., :50]) for p in (params, jax.lax.stop_gradient(without))
-    )
+    both = params, jax.lax.stop_gradient(without)
+    log_p, log_r = (jax.nn.log_softmax(logits(p, ids, segments[:, :-1])[..., :50]) for p in both)
 
     def of(log, row: int, document: int) -> jax.Array:
         inside = (segments[row, :-1] == document) & (segments[row, 1:] == document) & (targets[row] >= 0)
@@ -165,5 +164,5 @@ def test_an_adapter_learns_a_preference_beside_a_base_that_keeps_its_bits():
 def test_rows_without_documents_are_refused():
     conf = step_config((1, 1), *SETTINGS, "train.z_loss=0")
     made = build_step_functions(conf, mesh_of(conf), jnp.float32)
-    with pytest.raises(UserError, match=r"the rows have no documents, of which two are a pair"):
+    with pytest.raises(UserError, match=r"the rows have no documents; give segments"):
         made.step.trace(made.shapes, made.tokens)

@@ -171,9 +171,7 @@ def test_a_profile_interrupted_by_a_stop_is_written_and_not_restarted(tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["start_trace", "stop_trace"])
-def test_a_profile_has_complete_steps_and_the_scope_names_and_on_a_full_disk_loses_no_step(
-    tmp_path, monkeypatch, capsys, name
-):
+def test_a_profile_has_whole_steps_and_scope_names_and_a_full_disk_loses_no_step(tmp_path, monkeypatch, capsys, name):
     """XLA reports a full disk as a JaxRuntimeError.  All steps are trained and saved, then the run ends with 2."""
     original = getattr(jax.profiler, name)
 

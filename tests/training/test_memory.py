@@ -29,9 +29,7 @@ def test_the_state_of_all_emulated_devices_must_fit_into_the_machine(functions, 
         require_host_memory(functions(*shape).shapes)
 
 
-def test_a_run_is_refused_before_its_state_is_made_and_says_if_it_emulates_too_many_devices(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_run_is_refused_before_its_state_is_made_and_says_if_it_emulates_many_devices(tmp_path, monkeypatch, capsys):
     has_memory(monkeypatch, 1000)
     for cores, expected in [(2, ""), (1, "warning: 8 devices are emulated on 1 core,")]:
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)

@@ -19,18 +19,7 @@ from shmap_tp.runtime.exit_codes import STOPPED
 from shmap_tp.training import loop
 from shmap_tp.training.goodput import TimeCategory
 from shmap_tp.training.metrics import format_samples
-from tests.helpers.run_fixtures import (
-    BATCH,
-    CONTEXT,
-    lines,
-    make_runs_quick,
-    overrides,
-    signal_during,
-    tiny,
-    together,
-    values,
-    write_tokens,
-)
+from tests.helpers import run_fixtures as runs
 
 PROMPTS = ["1+1=", "(0)"]
 SAMPLED = ["sample.every=3", "sample.prompts=['1+1=','(0)']", "sample.max_new_tokens=6", "sample.temperature=0"]
@@ -38,10 +27,10 @@ SAMPLED = ["sample.every=3", "sample.prompts=['1+1=','(0)']", "sample.max_new_to
 
 def bytes_run(directory, *more):
     """The tiny run on data of bytes, all below 64."""
-    write_tokens(directory / "data")
+    runs.write_tokens(directory / "data")
     (directory / "data" / "tokenizer.json").unlink()
     (directory / "data" / "meta.json").write_text('{"dtype": "uint16", "tokenizer": "bytes", "end_of_text": 0}')
-    return tiny(directory, *SAMPLED, *more)
+    return runs.tiny(directory, *SAMPLED, *more)
 
 
 def train(config):
@@ -65,7 +54,7 @@ def sampled(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         printed = []
         patch.setattr("shmap_tp.training.run.print_on_process_0", printed.append)
-        make_runs_quick(patch)
+        runs.make_runs_quick(patch)
         assert train(bytes_run(directory)) == 0
     return directory, printed
 
@@ -82,7 +71,7 @@ def test_the_run_is_the_same_without_samples(sampled, tmp_path):
     assert loop.train(bytes_run(tmp_path)) == 0
     assert not (tmp_path / "run" / "samples.jsonl").exists()
     for split in ("train", "validation"):
-        assert values(tmp_path, split) == values(sampled[0], split)
+        assert runs.values(tmp_path, split) == runs.values(sampled[0], split)
 
 
 def test_a_resumed_run_has_each_sample_once(sampled, tmp_path):
@@ -96,7 +85,7 @@ def test_a_resumed_run_has_each_sample_once(sampled, tmp_path):
 
 
 def test_a_stop_during_a_sample_saves_and_leaves(tmp_path, monkeypatch):
-    signal_during(monkeypatch, TrainingSampler, "__call__", signal.SIGTERM, lambda *_: True)
+    runs.signal_during(monkeypatch, TrainingSampler, "__call__", signal.SIGTERM, lambda *_: True)
     assert train(bytes_run(tmp_path, "sample.max_new_tokens=12")) == STOPPED
     assert not (tmp_path / "run" / "samples.jsonl").exists()
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
@@ -117,10 +106,10 @@ def test_logits_that_are_not_finite_give_a_line_in_place_of_samples_and_the_run_
 def test_bits_per_byte_are_those_of_the_validation_text(sampled):
     """Byte 0 ends a document and is no text; what follows it is not predicted."""
     directory, _ = sampled
-    file = open_token_file(directory / "data", "validation", context=CONTEXT, vocabulary=64)
-    rows = file.read(np.arange(2 * BATCH))
+    file = open_token_file(directory / "data", "validation", context=runs.CONTEXT, vocabulary=64)
+    rows = file.read(np.arange(2 * runs.BATCH))
     targets = rows[:, 1:][rows[:, :-1] != 0]
-    for line in lines(directory, "validation"):
+    for line in runs.lines(directory, "validation"):
         bits = line["loss"] * targets.size / math.log(2)
         assert line["bits_per_byte"] == pytest.approx(bits / np.count_nonzero(targets), rel=1e-12)
 
@@ -131,25 +120,25 @@ def test_the_time_of_samples_has_a_category_of_its_own(sampled):
 
 
 def test_without_a_known_tokenizer_there_are_none_and_the_run_says_so(tmp_path, capsys):
-    write_tokens(tmp_path / "data")
+    runs.write_tokens(tmp_path / "data")
     (tmp_path / "data" / "meta.json").write_text('{"dtype": "uint16", "end_of_text": 0}')
-    assert train(tiny(tmp_path, *SAMPLED, "train.steps=1")) == 0
+    assert train(runs.tiny(tmp_path, *SAMPLED, "train.steps=1")) == 0
     printed = capsys.readouterr().out
     assert f"no samples and no bits per byte: {tmp_path}/data has no tokenizer.json" in printed
     assert not (tmp_path / "run" / "samples.jsonl").exists()
-    assert "bits_per_byte" not in lines(tmp_path, "validation")[-1]
+    assert "bits_per_byte" not in runs.lines(tmp_path, "validation")[-1]
 
 
 def test_a_prompt_that_does_not_suit_the_model_is_refused_before_training(tmp_path):
     for prompt, message in [
-        ("abc", "prompt 0 has token id 97, which is not in 0 to 63"),
-        ("1" * 16, "leave no room for a new one"),
+        ("abc", "prompt 0 has token id 97, but model.vocabulary=64"),
+        ("1" * 16, "no room in model.context=16"),
     ]:
         with pytest.raises(UserError, match=message):
             train(bytes_run(tmp_path, f"sample.prompts=['{prompt}']"))
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
     with pytest.raises(UserError, match=r"sample\.prompts has an empty text"):
-        tiny(tmp_path, "sample.prompts=['']")
+        runs.tiny(tmp_path, "sample.prompts=['']")
 
 
 def test_samples_are_the_same_on_another_mesh_with_fsdp(sampled, tmp_path):
@@ -163,7 +152,7 @@ def test_samples_are_the_same_on_another_mesh_with_fsdp(sampled, tmp_path):
 def test_two_processes_on_another_mesh_with_fsdp_write_the_samples_of_one(sampled, tmp_path):
     bytes_run(tmp_path)
     layout = ["mesh.dp=2", "mesh.mp=1", "mesh.zero=fsdp", "train.steps=3", "evaluate.batches=1"]
-    with together(2, *overrides(tmp_path, *SAMPLED, *layout)) as processes:
+    with runs.together(2, *runs.overrides(tmp_path, *SAMPLED, *layout)) as processes:
         output = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], output
     assert samples(tmp_path) == samples(sampled[0])[:2]

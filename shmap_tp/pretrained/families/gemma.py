@@ -8,7 +8,7 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig
 from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in
 from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, ROWS, shape, whole_heads
-from shmap_tp.pretrained.family import Family, Key, Row, with_rows
+from shmap_tp.pretrained.family import Family, Key, TensorRow, with_rows
 
 _TANH = "gelu_pytorch_tanh"
 _SHAPE = (*shape(head_dim=256, tie_word_embeddings=True), ATTENTION_BIAS)
@@ -46,7 +46,7 @@ _NORMS = {
     "blocks.mlp_norm.scale": "model.layers.{layer}.pre_feedforward_layernorm.weight",
     "blocks.mlp_output_norm.scale": "model.layers.{layer}.post_feedforward_layernorm.weight",
 }
-_BOTH_NORMS = with_rows(ROWS, *(Row(ours, theirs, "d -> d") for ours, theirs in _NORMS.items()))
+_BOTH_NORMS = with_rows(ROWS, *(TensorRow(ours, theirs, "d -> d") for ours, theirs in _NORMS.items()))
 
 GEMMA2 = replace(
     GEMMA,

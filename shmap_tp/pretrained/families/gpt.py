@@ -6,7 +6,7 @@ and v of the first head, then of the second.
 """
 
 from shmap_tp.pretrained.config_json import RotaryKeys
-from shmap_tp.pretrained.family import GELUS, Family, Key, Row, layer_norm, with_bias
+from shmap_tp.pretrained.family import GELUS, Family, Key, TensorRow, layer_norm, with_bias
 
 _BLOCK = "transformer.h.{layer}."
 _KEYS = (
@@ -33,10 +33,10 @@ GPT2 = Family(
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     buffers=r"\.attn\.(masked_)?bias$",
     rows=(
-        Row("embedding.weight", "transformer.wte.weight", "v d -> v d"),
-        Row("positions.weight", "transformer.wpe.weight", "t d -> t d"),
+        TensorRow("embedding.weight", "transformer.wte.weight", "v d -> v d"),
+        TensorRow("positions.weight", "transformer.wpe.weight", "t d -> t d"),
         *layer_norm("norm", "transformer.ln_f"),
-        Row("head.weight", "lm_head.weight", "v d -> v d"),
+        TensorRow("head.weight", "lm_head.weight", "v d -> v d"),
         *layer_norm("blocks.attention_norm", _BLOCK + "ln_1"),
         *with_bias("blocks.attention.query", _BLOCK + "attn.c_attn", "d (0/3 h k) -> (h k) d", "(0/3 h k) -> (h k)"),
         *with_bias("blocks.attention.key", _BLOCK + "attn.c_attn", "d (1/3 n k) -> d n k", "(1/3 n k) -> n k"),
@@ -66,14 +66,14 @@ GPTJ = Family(
     only={"scale_attn_weights": (True,), "rotary": (True,)},
     buffers=r"\.attn\.((masked_)?bias|embed_positions)$",
     rows=(
-        Row("embedding.weight", "transformer.wte.weight", "v d -> v d"),
+        TensorRow("embedding.weight", "transformer.wte.weight", "v d -> v d"),
         *layer_norm("norm", "transformer.ln_f"),
         *with_bias("head", "lm_head", "v d -> v d", "v -> v"),
         *layer_norm("blocks.norm", _BLOCK + "ln_1"),
-        Row("blocks.attention.query.weight", _BLOCK + "attn.q_proj.weight", "(h k) d -> (h k) d"),
-        Row("blocks.attention.key.weight", _BLOCK + "attn.k_proj.weight", "(n k) d -> d n k"),
-        Row("blocks.attention.value.weight", _BLOCK + "attn.v_proj.weight", "(n k) d -> d n k"),
-        Row("blocks.attention.out.weight", _BLOCK + "attn.out_proj.weight", "d (h k) -> (h k) d"),
+        TensorRow("blocks.attention.query.weight", _BLOCK + "attn.q_proj.weight", "(h k) d -> (h k) d"),
+        TensorRow("blocks.attention.key.weight", _BLOCK + "attn.k_proj.weight", "(n k) d -> d n k"),
+        TensorRow("blocks.attention.value.weight", _BLOCK + "attn.v_proj.weight", "(n k) d -> d n k"),
+        TensorRow("blocks.attention.out.weight", _BLOCK + "attn.out_proj.weight", "d (h k) -> (h k) d"),
         *with_bias("blocks.mlp.up", _BLOCK + "mlp.fc_in", "f d -> f d", "f -> f"),
         *with_bias("blocks.mlp.down", _BLOCK + "mlp.fc_out", "d f -> f d", "d -> d"),
     ),
@@ -104,9 +104,9 @@ GPT_NEOX = Family(
     rotary=RotaryKeys(base="rotary_emb_base", partial="rotary_pct", default_partial=0.25),
     buffers=r"\.attention\.((masked_)?bias|rotary_emb\.inv_freq)$",
     rows=(
-        Row("embedding.weight", "gpt_neox.embed_in.weight", "v d -> v d"),
+        TensorRow("embedding.weight", "gpt_neox.embed_in.weight", "v d -> v d"),
         *layer_norm("norm", "gpt_neox.final_layer_norm"),
-        Row("head.weight", "embed_out.weight", "v d -> v d"),
+        TensorRow("head.weight", "embed_out.weight", "v d -> v d"),
         *layer_norm("blocks.attention_norm", _LAYER + "input_layernorm"),
         *with_bias("blocks.attention.query", _FUSED, "(h 0/3 k) d -> (h k) d", "(h 0/3 k) -> (h k)"),
         *with_bias("blocks.attention.key", _FUSED, "(n 1/3 k) d -> d n k", "(n 1/3 k) -> n k"),

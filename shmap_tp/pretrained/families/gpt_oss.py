@@ -11,7 +11,7 @@ from typing import Any
 from shmap_tp.config.schema import ModelConfig, RotaryScaling
 from shmap_tp.pretrained.config_json import RotaryKeys, layer_types, pattern_in, require
 from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, FIXED, ROUTER_TRAINING, ROWS, shape, without_mlp
-from shmap_tp.pretrained.family import Family, Key, Row
+from shmap_tp.pretrained.family import Family, Key, TensorRow
 
 
 def _derived(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -47,15 +47,15 @@ GPT_OSS = Family(
     fixed=FIXED | {"attention_sinks": True, "mlp_bias": True},
     rows=(
         *without_mlp(ROWS),
-        Row("blocks.attention.sinks", _LAYER + "self_attn.sinks", "h -> h"),
-        Row("blocks.mlp.router.weight", _LAYER + "mlp.router.weight", "e d -> d e"),
-        Row("blocks.mlp.router.bias", _LAYER + "mlp.router.bias", "e -> e"),
-        Row("blocks.mlp.gate.weight", _EXPERTS + "gate_up_proj", "e d (f 0/2) -> e d f"),
-        Row("blocks.mlp.gate.bias", _EXPERTS + "gate_up_proj_bias", "e (f 0/2) -> e f"),
-        Row("blocks.mlp.up.weight", _EXPERTS + "gate_up_proj", "e d (f 1/2) -> e d f"),
-        Row("blocks.mlp.up.bias", _EXPERTS + "gate_up_proj_bias", "e (f 1/2) -> e f"),
-        Row("blocks.mlp.down.weight", _EXPERTS + "down_proj", "e f d -> e f d"),
-        Row("blocks.mlp.down.bias", _EXPERTS + "down_proj_bias", "e d -> e d"),
+        TensorRow("blocks.attention.sinks", _LAYER + "self_attn.sinks", "h -> h"),
+        TensorRow("blocks.mlp.router.weight", _LAYER + "mlp.router.weight", "e d -> d e"),
+        TensorRow("blocks.mlp.router.bias", _LAYER + "mlp.router.bias", "e -> e"),
+        TensorRow("blocks.mlp.gate.weight", _EXPERTS + "gate_up_proj", "e d (f 0/2) -> e d f"),
+        TensorRow("blocks.mlp.gate.bias", _EXPERTS + "gate_up_proj_bias", "e (f 0/2) -> e f"),
+        TensorRow("blocks.mlp.up.weight", _EXPERTS + "gate_up_proj", "e d (f 1/2) -> e d f"),
+        TensorRow("blocks.mlp.up.bias", _EXPERTS + "gate_up_proj_bias", "e (f 1/2) -> e f"),
+        TensorRow("blocks.mlp.down.weight", _EXPERTS + "down_proj", "e f d -> e f d"),
+        TensorRow("blocks.mlp.down.bias", _EXPERTS + "down_proj_bias", "e d -> e d"),
     ),
     rotary=RotaryKeys(default_base=150_000.0),
     only={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},

@@ -20,7 +20,7 @@ from shmap_tp.pretrained.config_json import (
     require_one_of,
     shortest_pattern,
 )
-from shmap_tp.pretrained.family import Family, Key, Row, with_bias, with_rows
+from shmap_tp.pretrained.family import Family, Key, TensorRow, with_bias, with_rows
 
 SHAPE = (
     Key("hidden_size", ("width",)),
@@ -48,24 +48,24 @@ ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "attention_output_bias"), Fa
 _LAYER = "model.layers.{layer}."
 
 ROWS = (
-    Row("embedding.weight", "model.embed_tokens.weight", "v d -> v d"),
-    Row("norm.scale", "model.norm.weight", "d -> d"),
-    Row("head.weight", "lm_head.weight", "v d -> v d"),
-    Row("blocks.attention_norm.scale", _LAYER + "input_layernorm.weight", "d -> d"),
+    TensorRow("embedding.weight", "model.embed_tokens.weight", "v d -> v d"),
+    TensorRow("norm.scale", "model.norm.weight", "d -> d"),
+    TensorRow("head.weight", "lm_head.weight", "v d -> v d"),
+    TensorRow("blocks.attention_norm.scale", _LAYER + "input_layernorm.weight", "d -> d"),
     *with_bias("blocks.attention.query", _LAYER + "self_attn.q_proj", "(h k) d -> (h k) d", "(h k) -> (h k)"),
     *with_bias("blocks.attention.key", _LAYER + "self_attn.k_proj", "(n k) d -> d n k", "(n k) -> n k"),
     *with_bias("blocks.attention.value", _LAYER + "self_attn.v_proj", "(n k) d -> d n k", "(n k) -> n k"),
     *with_bias("blocks.attention.out", _LAYER + "self_attn.o_proj", "d (h k) -> (h k) d", "d -> d"),
-    Row("blocks.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", "k -> k"),
-    Row("blocks.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", "k -> k"),
-    Row("blocks.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", "d -> d"),
+    TensorRow("blocks.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", "k -> k"),
+    TensorRow("blocks.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", "k -> k"),
+    TensorRow("blocks.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", "d -> d"),
     *with_bias("blocks.mlp.gate", _LAYER + "mlp.gate_proj", "f d -> f d", "f -> f"),
     *with_bias("blocks.mlp.up", _LAYER + "mlp.up_proj", "f d -> f d", "f -> f"),
     *with_bias("blocks.mlp.down", _LAYER + "mlp.down_proj", "d f -> f d", "d -> d"),
 )
 
 
-def without_mlp(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def without_mlp(rows: tuple[TensorRow, ...]) -> tuple[TensorRow, ...]:
     """The rows of a family whose blocks have experts."""
     return tuple(row for row in rows if not row.ours.startswith("blocks.mlp."))
 
@@ -119,10 +119,10 @@ MIXTRAL = Family(
     fixed=FIXED,
     rows=(
         *without_mlp(ROWS),
-        Row("blocks.mlp.router.weight", "model.layers.{layer}.block_sparse_moe.gate.weight", "e d -> d e"),
-        Row("blocks.mlp.gate.weight", _EXPERT + "w1.weight", "f d -> d f"),
-        Row("blocks.mlp.up.weight", _EXPERT + "w3.weight", "f d -> d f"),
-        Row("blocks.mlp.down.weight", _EXPERT + "w2.weight", "d f -> f d"),
+        TensorRow("blocks.mlp.router.weight", "model.layers.{layer}.block_sparse_moe.gate.weight", "e d -> d e"),
+        TensorRow("blocks.mlp.gate.weight", _EXPERT + "w1.weight", "f d -> d f"),
+        TensorRow("blocks.mlp.up.weight", _EXPERT + "w3.weight", "f d -> d f"),
+        TensorRow("blocks.mlp.down.weight", _EXPERT + "w2.weight", "d f -> f d"),
     ),
     rotary=RotaryKeys(default_base=1e6),
     only={"router_jitter_noise": (0.0,)},
@@ -134,11 +134,11 @@ MIXTRAL = Family(
 _QKV = "model.layers.{layer}.self_attn.qkv_proj.weight"
 _GATE_UP = "model.layers.{layer}.mlp.gate_up_proj.weight"
 _FUSED = (
-    Row("blocks.attention.query.weight", _QKV, "(0/h+n+n k) d -> (h k) d"),
-    Row("blocks.attention.key.weight", _QKV, "(1/h+n+n k) d -> d n k"),
-    Row("blocks.attention.value.weight", _QKV, "(2/h+n+n k) d -> d n k"),
-    Row("blocks.mlp.gate.weight", _GATE_UP, "(0/2 f) d -> f d"),
-    Row("blocks.mlp.up.weight", _GATE_UP, "(1/2 f) d -> f d"),
+    TensorRow("blocks.attention.query.weight", _QKV, "(0/h+n+n k) d -> (h k) d"),
+    TensorRow("blocks.attention.key.weight", _QKV, "(1/h+n+n k) d -> d n k"),
+    TensorRow("blocks.attention.value.weight", _QKV, "(2/h+n+n k) d -> d n k"),
+    TensorRow("blocks.mlp.gate.weight", _GATE_UP, "(0/2 f) d -> f d"),
+    TensorRow("blocks.mlp.up.weight", _GATE_UP, "(1/2 f) d -> f d"),
 )
 
 PHI3 = Family(
@@ -153,9 +153,7 @@ PHI3 = Family(
 
 
 def _smollm3_pattern(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    layers, interval, has_rotary = (
-        config.get(key) for key in ("num_hidden_layers", "no_rope_layer_interval", "no_rope_layers")
-    )
+    layers, interval, has_rotary = map(config.get, ("num_hidden_layers", "no_rope_layer_interval", "no_rope_layers"))
     if has_rotary is None:
         interval = checked(SIZE, 4 if interval is None else interval, "no_rope_layer_interval", where)
         has_rotary = [int((i + 1) % interval != 0) for i in range(layers)]

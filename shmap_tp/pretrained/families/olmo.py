@@ -11,17 +11,17 @@ from typing import Any
 from shmap_tp.pretrained.config_json import LocalRotaryKeys, RotaryKeys, layer_types, pattern_in, require
 from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, FIXED, ROUTER_TRAINING, ROWS, SWIGLU, shape
 from shmap_tp.pretrained.families.qwen import EXPERT_ROWS
-from shmap_tp.pretrained.family import Family, Key, Row, with_rows
+from shmap_tp.pretrained.family import Family, Key, TensorRow, with_rows
 
 _LAYER = "model.layers.{layer}."
 _NORMS_OF_HEADS = (
-    Row("blocks.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", "(h k) -> h k"),
-    Row("blocks.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", "(n k) -> n k"),
+    TensorRow("blocks.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", "(h k) -> h k"),
+    TensorRow("blocks.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", "(n k) -> n k"),
 )
 _OWN = (
     *_NORMS_OF_HEADS,
-    Row("blocks.attention_output_norm.scale", _LAYER + "post_attention_layernorm.weight", "d -> d"),
-    Row("blocks.mlp_output_norm.scale", _LAYER + "post_feedforward_layernorm.weight", "d -> d"),
+    TensorRow("blocks.attention_output_norm.scale", _LAYER + "post_attention_layernorm.weight", "d -> d"),
+    TensorRow("blocks.mlp_output_norm.scale", _LAYER + "post_feedforward_layernorm.weight", "d -> d"),
 )
 
 OLMO2 = Family(

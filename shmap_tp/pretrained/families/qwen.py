@@ -6,17 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shmap_tp.pretrained.config_json import RotaryKeys
-from shmap_tp.pretrained.families.llama import (
-    ATTENTION_BIAS,
-    FIXED,
-    ROUTER_TRAINING,
-    ROWS,
-    SHAPE,
-    SWIGLU,
-    shape,
-    without_mlp,
-)
-from shmap_tp.pretrained.family import ContextLimit, Family, Key, Row
+from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, FIXED, ROUTER_TRAINING, ROWS, SWIGLU, shape, without_mlp
+from shmap_tp.pretrained.family import ContextLimit, Family, Key, TensorRow
 
 
 def _window(config: Mapping[str, Any]) -> ContextLimit | None:
@@ -28,7 +19,7 @@ def _window(config: Mapping[str, Any]) -> ContextLimit | None:
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    keys=(*SHAPE, SWIGLU),
+    keys=(*shape(), SWIGLU),
     fixed=FIXED | {"qkv_bias": True},
     rows=ROWS,
     rotary=RotaryKeys(),
@@ -47,10 +38,10 @@ QWEN3 = replace(
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
 EXPERT_ROWS = (
     *without_mlp(ROWS),
-    Row("blocks.mlp.router.weight", "model.layers.{layer}.mlp.gate.weight", "e d -> d e"),
-    Row("blocks.mlp.gate.weight", _EXPERT + "gate_proj.weight", "f d -> d f"),
-    Row("blocks.mlp.up.weight", _EXPERT + "up_proj.weight", "f d -> d f"),
-    Row("blocks.mlp.down.weight", _EXPERT + "down_proj.weight", "d f -> f d"),
+    TensorRow("blocks.mlp.router.weight", "model.layers.{layer}.mlp.gate.weight", "e d -> d e"),
+    TensorRow("blocks.mlp.gate.weight", _EXPERT + "gate_proj.weight", "f d -> d f"),
+    TensorRow("blocks.mlp.up.weight", _EXPERT + "up_proj.weight", "f d -> d f"),
+    TensorRow("blocks.mlp.down.weight", _EXPERT + "down_proj.weight", "d f -> f d"),
 )
 QWEN3_MOE = replace(
     QWEN3,

@@ -9,21 +9,9 @@ import pytest
 from shmap_tp.config.compose import CONF, load
 from shmap_tp.runtime import distributed
 from shmap_tp.training import loop
+from tests.helpers import run_fixtures as runs
 from tests.helpers.commands import call_main
 from tests.helpers.fresh_process import ctrl_c_of_a_terminal, python
-from tests.helpers.run_fixtures import (
-    FIRST,
-    checkpoint_steps,
-    killed_at_the_end,
-    lines,
-    make_runs_quick,
-    overrides,
-    start,
-    state_at,
-    tiny,
-    values,
-    wait_for_step,
-)
 
 # Bad input
 
@@ -57,14 +45,14 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arg
 
 @pytest.mark.parametrize("given", BAD)
 def test_bad_input_is_explained_in_one_or_two_lines(tmp_path, monkeypatch, capsys, given):
-    arguments = overrides(tmp_path)
+    arguments = runs.overrides(tmp_path)
     (tmp_path / "file").write_text("")
     if given.endswith(".bin"):
         file = tmp_path / "data" / given.split()[-1]
         file.unlink() if given.startswith("no ") else file.write_bytes(FILES[given.split()[-2]])
     else:
         arguments += given.replace("FILE", str(tmp_path / "file")).split()
-    message = refused(monkeypatch, capsys, "--cfg", FIRST, *arguments)
+    message = refused(monkeypatch, capsys, "--cfg", runs.FIRST, *arguments)
     assert message.startswith("error: ")
     for part in BAD[given]:
         assert part in message
@@ -87,9 +75,9 @@ def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     path = NOT_DIRECTORIES[case][0].replace("FILE", str(tmp_path / "file"))
-    given = [*overrides(tmp_path), "data.source=stdlib", f"{key}={path}"]
+    given = [*runs.overrides(tmp_path), "data.source=stdlib", f"{key}={path}"]
     before = jax.config.jax_compilation_cache_dir
-    message = refused(monkeypatch, capsys, "--cfg", FIRST, *given)
+    message = refused(monkeypatch, capsys, "--cfg", runs.FIRST, *given)
     assert jax.config.jax_compilation_cache_dir == before
     assert message.startswith("error: ") and key in message and path in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists() and (tmp_path / "file").read_text() == ""
@@ -97,7 +85,7 @@ def test_a_directory_that_cannot_be_used_is_explained(tmp_path, monkeypatch, cap
 
 def test_a_run_whose_name_is_too_long_for_its_directory_is_explained(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    message = refused(monkeypatch, capsys, "--cfg", FIRST, f"run.name={'ü' * 150!r}")
+    message = refused(monkeypatch, capsys, "--cfg", runs.FIRST, f"run.name={'ü' * 150!r}")
     assert "run.dir=runs/üü" in message and "cannot be written: File name too long" in message
     assert not list(tmp_path.glob("runs/*"))
 
@@ -118,11 +106,11 @@ def test_a_bad_command_line_is_explained_in_one_or_two_lines(monkeypatch, capsys
 def test_overrides_can_stand_before_and_after_the_options(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(loop, "train", lambda config, *_: seen.append(config) or 0)
-    given = overrides(tmp_path, "run.seed=5", "train.steps=9")
+    given = runs.overrides(tmp_path, "run.seed=5", "train.steps=9")
     for split in (0, 3, len(given)):
-        assert call_main(monkeypatch, *given[:split], "--cfg", FIRST, *given[split:], "--resume") == 0
+        assert call_main(monkeypatch, *given[:split], "--cfg", runs.FIRST, *given[split:], "--resume") == 0
     assert call_main(monkeypatch, *given, "--resume") == 0  # without --cfg, the packaged configuration
-    assert seen[:3] == [tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
+    assert seen[:3] == [runs.tiny(tmp_path, "run.seed=5", "train.steps=9", "checkpoint.resume=must")] * 3
     assert seen[3:] == [load(CONF / "config.yaml", [*given, "checkpoint.resume=must"])]
 
 
@@ -148,41 +136,39 @@ def test_help_explains_the_command_without_importing_jax(tmp_path):
 
 
 @ctrl_c_of_a_terminal()
-def test_a_process_that_is_killed_then_resumed_then_stopped_trains_as_one_without_interruption(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_process_that_is_killed_then_resumed_then_stopped_trains_as_one_uninterrupted(tmp_path, monkeypatch, capsys):
     """What SIGKILL loses are the steps after the newest complete checkpoint.  Nobody reads the output of the resumed
     process any more when Ctrl-C stops it."""
     quiet = ["evaluate.every=0", "checkpoint.keep=3", "checkpoint.every=3"]
-    given = ["--cfg", FIRST, *overrides(tmp_path, *quiet), "train.steps=100000"]
-    with killed_at_the_end([start(*given)]) as (killed,):
-        wait_for_step(killed, tmp_path, 8)
+    given = ["--cfg", runs.FIRST, *runs.overrides(tmp_path, *quiet), "train.steps=100000"]
+    with runs.killed_at_the_end([runs.start(*given)]) as (killed,):
+        runs.wait_for_step(killed, tmp_path, 8)
         killed.kill()
         killed.communicate(timeout=60)
-    reached = lines(tmp_path)[-1]["step"]
+    reached = runs.lines(tmp_path)[-1]["step"]
     newest = max(int(path.parent.name) for path in (tmp_path / "run" / "checkpoints").glob("*/sha256.json"))
     assert reached - 6 <= newest <= reached, (newest, reached)
 
-    with killed_at_the_end([start(*given, "--resume")]) as (stopped,):
+    with runs.killed_at_the_end([runs.start(*given, "--resume")]) as (stopped,):
         while (line := stopped.stdout.readline()) and "resuming from step" not in line:
             pass
         assert f"resuming from step {newest} " in line, stopped.communicate()
         stopped.stdout.close()
         stopped.stderr.close()
-        wait_for_step(stopped, tmp_path, reached + 2)
+        runs.wait_for_step(stopped, tmp_path, reached + 2)
         stopped.send_signal(signal.SIGINT)
         assert stopped.wait(60) == 75
-    last = lines(tmp_path)[-1]["step"]
-    assert checkpoint_steps(tmp_path)[-1] == last
+    last = runs.lines(tmp_path)[-1]["step"]
+    assert runs.checkpoint_steps(tmp_path)[-1] == last
 
-    make_runs_quick(monkeypatch)
+    runs.make_runs_quick(monkeypatch)
     more = f"train.steps={last + 1}"
     assert call_main(monkeypatch, "--cfg", f"{tmp_path}/run/config.yaml", more, "--resume") == 0
     assert f"resuming from step {last}" in capsys.readouterr().out
-    assert loop.train(tiny(straight := tmp_path / "straight", *quiet, more)) == 0
-    assert [line["step"] for line in lines(tmp_path)] == [*range(1, last + 2)]
-    assert values(tmp_path) == values(straight)
-    assert state_at(tmp_path, last + 1) == state_at(straight, last + 1)
+    assert loop.train(runs.tiny(straight := tmp_path / "straight", *quiet, more)) == 0
+    assert [line["step"] for line in runs.lines(tmp_path)] == [*range(1, last + 2)]
+    assert runs.values(tmp_path) == runs.values(straight)
+    assert runs.state_at(tmp_path, last + 1) == runs.state_at(straight, last + 1)
 
 
 # --check
@@ -232,7 +218,7 @@ def test_check_finds_what_is_wrong_without_devices(tmp_path, monkeypatch, capsys
     (file := tmp_path / "file").write_text("")
     arguments, expected = (text.replace("BLOCKED", str(file)) for text in (given, CHECKED[given]))
     monkeypatch.setattr(loop, "train", None)
-    code = call_main(monkeypatch, "--check", *overrides(tmp_path), *arguments.split())
+    code = call_main(monkeypatch, "--check", *runs.overrides(tmp_path), *arguments.split())
     said = capsys.readouterr()
     assert expected in (said.err if code else said.out) and code == 2 * expected.startswith("error")
     assert not (tmp_path / "run").exists()

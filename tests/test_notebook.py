@@ -27,9 +27,8 @@ def test_the_notebook_is_saved_with_the_outputs_of_its_cells():
 def test_the_notebook_trains_and_prints_the_same_loss_on_two_meshes(tmp_path):
     """The code cells, executed in one namespace in a process of their own."""
     sources = ["".join(cell["source"]) for cell in CELLS]
-    done = python(
-        f"namespace = {{}}\nfor cell in {sources!r}:\n    exec(cell, namespace)\n", cwd=tmp_path, MPLBACKEND="agg"
-    )
+    run = f"namespace = {{}}\nfor cell in {sources!r}:\n    exec(cell, namespace)\n"
+    done = python(run, cwd=tmp_path, MPLBACKEND="agg")
     assert done.returncode == 0, done.stderr
     check_printed(done.stdout)
 

@@ -29,19 +29,15 @@ sample.prompts checkpoint.every checkpoint.keep
 
 RECIPES = recipes()
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-EVERY_PLANNED_RECIPE = pytest.mark.parametrize(
-    "recipe", [recipe for recipe in RECIPES if recipe.plan], ids=lambda recipe: recipe.name
-)
+PLANNED = [recipe for recipe in RECIPES if recipe.plan]
+EVERY_PLANNED_RECIPE = pytest.mark.parametrize("recipe", PLANNED, ids=lambda recipe: recipe.name)
 
 
 @EVERY_RECIPE
 def test_a_recipe_states_its_own_schedule_and_mesh_its_command_and_how_its_data_are_prepared(recipe):
     text, config = recipe.file.read_text(), recipe.config
-    stated = {
-        f"{section}.{key}"
-        for section, keys in yaml.safe_load(text).items()
-        for key in (keys if isinstance(keys, dict) else ())
-    }
+    sections = {name: keys for name, keys in yaml.safe_load(text).items() if isinstance(keys, dict)}
+    stated = {f"{section}.{key}" for section, keys in sections.items() for key in keys}
     assert not {*OWN_KEYS.split()} - stated
     assert config.optimizer.decay_steps == config.train.steps
     assert config.train.steps % config.checkpoint.every == config.evaluate.every % config.checkpoint.every == 0

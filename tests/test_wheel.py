@@ -91,9 +91,8 @@ def test_an_installed_wheel_trains_and_restores_from_another_directory(wheel, tm
 
     def call(*arguments: str) -> str:
         environment = os.environ | quick_environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site)}
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=work, env=environment, capture_output=True, text=True, timeout=300
-        )
+        given = {"capture_output": True, "text": True, "timeout": 300}
+        done = subprocess.run([sys.executable, *arguments], cwd=work, env=environment, **given)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -131,9 +131,7 @@ def write_chats(path: Path, count: int, **more: object) -> Path:
     return path
 
 
-def test_prepared_conversations_are_read_with_what_counts_and_stop_where_the_template_ends_a_turn(
-    model, tmp_path, capsys
-):
+def test_conversations_are_read_with_what_counts_and_stop_where_the_template_ends_a_turn(model, tmp_path, capsys):
     file = write_chats(tmp_path / "chats.jsonl", 40)
     given = ["--chat", file, "--tokenizer", model, "--out", tmp_path / "data", "--pack", "60", "--validation", "0.1"]
     code, printed, error = run(capsys, *given)

@@ -71,9 +71,7 @@ def expected(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("place", ["file", "directory", "bucket"])
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_the_same_documents_give_the_same_tokens_in_any_kind_of_file(
-    tmp_path, capsys, monkeypatch, expected, name, place
-):
+def test_the_same_documents_give_the_same_tokens_in_any_file(tmp_path, capsys, monkeypatch, expected, name, place):
     monkeypatch.setattr(source_files, "CHUNK", 1000)
     (tmp_path / "in").mkdir()
     CONTAINERS[name](tmp_path / "in" / name)
@@ -166,9 +164,7 @@ def test_a_damaged_file_is_named_with_the_place(tmp_path, capsys, name, write, w
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_missing_library_is_named_with_what_installs_it_and_a_url_without_files_as_it_is(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_missing_library_is_named_with_what_installs_it_and_an_empty_url_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for given, words in {

@@ -19,9 +19,7 @@ def by_path(tree: Any) -> dict[str, np.ndarray]:
 def distances(actual: Any, expected: Any) -> dict[str, float]:
     """max|actual - expected| / max|expected| of each array, by path; max|actual| if all of expected is 0."""
     actual, expected = by_path(actual), by_path(expected)
-    assert actual.keys() == expected.keys(), (
-        f"the trees have different arrays: {sorted(actual.keys() ^ expected.keys())}"
-    )
+    assert actual.keys() == expected.keys(), f"different arrays: {sorted(actual.keys() ^ expected.keys())}"
     found = {}
     for path, wanted in expected.items():
         got = actual[path]
@@ -43,9 +41,7 @@ def assert_close(actual: Any, expected: Any, relative: float) -> None:
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """Assert that every array of `actual` is bitwise equal to the expected one."""
     actual, expected = by_path(actual), by_path(expected)
-    assert actual.keys() == expected.keys(), (
-        f"the trees have different arrays: {sorted(actual.keys() ^ expected.keys())}"
-    )
+    assert actual.keys() == expected.keys(), f"different arrays: {sorted(actual.keys() ^ expected.keys())}"
     differ = [path for path in expected if actual[path].tobytes() != expected[path].tobytes()]
     assert not differ, f"not bitwise equal: {differ}"
 

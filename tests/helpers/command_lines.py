@@ -61,9 +61,8 @@ def in_documents() -> Iterator[Command]:
 
 def in_texts() -> Iterator[Command]:
     """The commands in help texts, in the comments of scripts and configuration files, and in what scripts print."""
-    texts = {
-        "main.py --help": train.EPILOG.format(command="python main.py", models="", data="", default="", recipes="")
-    }
+    given = {"command": "python main.py"} | dict.fromkeys(("models", "data", "default", "recipes"), "")
+    texts = {"main.py --help": train.EPILOG.format(**given)}
     texts |= {"shmap_tp.verify": verify.__doc__, "shmap_tp.plan": plan.__doc__, "shmap_tp.prepare": prepare.__doc__}
     for file in sorted([*(ROOT / "benchmarks").glob("*.py"), *ROOT.glob("*.sh"), *(ROOT / "scripts").glob("*.sh")]):
         texts[name_of(file)] = file.read_text()

@@ -16,9 +16,8 @@ BENCHMARK_GPU = ["benchmarks/benchmark_gpu.py"]
 def call(*arguments: str) -> subprocess.CompletedProcess:
     """`python ARGUMENTS` on the CPU, with its output captured."""
     environment = os.environ | quick_environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def call_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -56,12 +56,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN = _rope(100.0) | {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "beta_fast": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_YARN = _rope(100.0) | {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "original_max_position_embeddings": 64}
 _LINEAR = {"rope_type": "linear", "factor": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA | {"rope_parameters": _LLAMA3}),

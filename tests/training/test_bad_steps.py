@@ -31,21 +31,10 @@ from shmap_tp.training import loop, step
 from shmap_tp.training.bad_steps import BadStepMonitor, BadStepState, StepOutcome, initial_bad_step_state
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.checkpoint_files import SKIPPED
+from tests.helpers import run_fixtures as runs
 from tests.helpers.assertions import assert_replicas_agree, assert_same_bits, by_path
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config, random_state
 from tests.helpers.model_fixtures import config
-from tests.helpers.run_fixtures import (
-    STEPS,
-    checkpoint_steps,
-    file_contents,
-    lines,
-    make_runs_quick,
-    signal_during,
-    state_at,
-    tiny,
-    tokens_of,
-    values,
-)
 from tests.helpers.step_fixtures import Program, learnable_batch
 
 GUARD = GuardConfig(loss_spike_sigmas=6.0, window=8, max_norm_change=10.0, max_consecutive=3)
@@ -103,15 +92,12 @@ def line(step: int, in_a_row: int, loss: float, norm: float = 1.0) -> dict[str, 
 
 def test_the_monitor_reports_why_a_step_was_skipped_and_stops_after_too_many():
     """Step s reads the sequences of index s - 1.  After a resume, two more consecutive ones stop the run again."""
-    monitor = BadStepMonitor(
-        dataclasses.replace(GUARD, max_consecutive=2), lambda step: [*range(10 * step, 10 * step + 6)], "the.bin"
-    )
+    guard = dataclasses.replace(GUARD, max_consecutive=2)
+    monitor = BadStepMonitor(guard, lambda step: [*range(10 * step, 10 * step + 6)], "the.bin")
     assert monitor.update(line(1, 0, 2.5)) == {} and monitor.in_a_row == 0
     spike = monitor.update(line(2, 1, 3.5))
-    assert spike == {
-        "why_skipped": "its loss is 3.5, above 2.7 (guard.loss_spike_sigmas=6)",
-        "sequences": [10, 11, 12, 13, 14, 15],
-    }
+    why = "its loss is 3.5, above 2.7 (guard.loss_spike_sigmas=6)"
+    assert spike == {"why_skipped": why, "sequences": [10, 11, 12, 13, 14, 15]}
     assert monitor.update(line(3, 0, 2.5)) == {} and not monitor.verdict
     assert monitor.update(line(4, 3, 2.5, np.inf))["why_skipped"] == "its loss is 2.5, its gradient norm inf"
     assert not monitor.verdict, "a run that resumes from its third skipped step"
@@ -212,8 +198,8 @@ BAD = [4, 5]  # a checkpoint is due after 4
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory) -> Batches:
     """The batches of every run here."""
-    conf = tiny(tmp_path_factory.mktemp("batches"))
-    return Batches(conf, tokens_of(conf))
+    conf = runs.tiny(tmp_path_factory.mktemp("batches"))
+    return Batches(conf, runs.tokens_of(conf))
 
 
 @pytest.fixture(scope="module")
@@ -233,50 +219,51 @@ def skipping(is_bad, tmp_path_factory) -> tuple[Path, str]:
     """(the directory, what was printed) of a run from step 0 to 8 that evaluates after each, with such batches."""
     directory, printed = tmp_path_factory.mktemp("skipping"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        make_runs_quick(patch)
+        runs.make_runs_quick(patch)
         put_nan_in_gradient(patch, is_bad)
-        assert loop.train(tiny(directory, "evaluate.every=1")) == 0
+        assert loop.train(runs.tiny(directory, "evaluate.every=1")) == 0
     return directory, printed.getvalue()
 
 
 def test_skipped_steps_are_counted_and_reported_and_leave_the_weights_unchanged(skipping, batches):
     directory, printed = skipping
-    assert [line["skipped"] for line in lines(directory)] == [0, 0, 0, 1, 2, 2, 2, 2]
-    assert [line["skipped_in_a_row"] for line in lines(directory)] == [0, 0, 0, 1, 2, 0, 0, 0]
-    assert [line["step"] for line in lines(directory) if line["grad_norm"] is None] == BAD
-    held_out = [line["loss"] for line in lines(directory, "validation")]
-    assert held_out[2] == held_out[3] == held_out[4] and len(set(held_out)) == STEPS - len(BAD)
+    assert [line["skipped"] for line in runs.lines(directory)] == [0, 0, 0, 1, 2, 2, 2, 2]
+    assert [line["skipped_in_a_row"] for line in runs.lines(directory)] == [0, 0, 0, 1, 2, 0, 0, 0]
+    assert [line["step"] for line in runs.lines(directory) if line["grad_norm"] is None] == BAD
+    held_out = [line["loss"] for line in runs.lines(directory, "validation")]
+    assert held_out[2] == held_out[3] == held_out[4] and len(set(held_out)) == runs.STEPS - len(BAD)
     pattern = r"step (\d) is skipped, the weights are unchanged: .* gradient norm nan"
     assert re.findall(pattern, printed) == ["4", "5"]
-    for line in lines(directory):
+    for line in runs.lines(directory):
         assert line.get("sequences") == (batches.sequences(line["step"] - 1) if line["step"] in BAD else None)
-    assert checkpoint_steps(directory) == [2, 6, 8], "a checkpoint in between would have the weights of step 3"
+    assert runs.checkpoint_steps(directory) == [2, 6, 8], "a checkpoint in between would have the weights of step 3"
 
 
 def test_a_run_stopped_between_skipped_steps_resumes_exactly(skipping, bad_steps, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        signal_during(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
-        assert loop.train(tiny(tmp_path)) == STOPPED
-    assert lines(tmp_path)[-1]["skipped_in_a_row"] == 1 and max(checkpoint_steps(tmp_path)) == 4
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-    assert state_at(tmp_path, STEPS) == state_at(skipping[0], STEPS) and values(tmp_path) == values(skipping[0])
+        runs.signal_during(patch, Batches, "training", signal.SIGTERM, lambda step: step == 3)
+        assert loop.train(runs.tiny(tmp_path)) == STOPPED
+    assert runs.lines(tmp_path)[-1]["skipped_in_a_row"] == 1 and max(runs.checkpoint_steps(tmp_path)) == 4
+    assert loop.train(runs.tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert runs.state_at(tmp_path, runs.STEPS) == runs.state_at(skipping[0], runs.STEPS)
+    assert runs.values(tmp_path) == runs.values(skipping[0])
 
 
 def test_too_many_consecutive_skipped_steps_stop_the_run_which_can_be_resumed(skipping, bad_steps, tmp_path, capsys):
     """The loop sees the metrics of step 5 when step 6 is in flight: step 6 is kept, since it was good."""
     with pytest.raises(DivergedError) as caught:
-        loop.train(tiny(tmp_path, "guard.max_consecutive=2"))
+        loop.train(runs.tiny(tmp_path, "guard.max_consecutive=2"))
     printed = str(caught.value)
     assert len(printed.splitlines()) == 2
     assert "steps 4 to 5 were skipped, 2 in a row (guard.max_consecutive=2)" in printed
     assert "gradient norm nan" in printed
-    sequences = lines(tmp_path)[4]["sequences"]
+    sequences = runs.lines(tmp_path)[4]["sequences"]
     assert f"sequences {', '.join(map(str, sequences[:4]))}, ... of {tmp_path}/data/train.bin" in printed
     assert f"checkpoint {tmp_path}/run/checkpoints/6 has the weights of step 6" in printed and "--resume" in printed
     assert "stopped and saved at step 6" in capsys.readouterr().out
-    assert checkpoint_steps(tmp_path) == [2, 6]
-    assert loop.train(tiny(tmp_path, "guard.max_consecutive=2", "checkpoint.resume=must")) == 0
-    assert state_at(tmp_path, STEPS) == state_at(skipping[0], STEPS)
+    assert runs.checkpoint_steps(tmp_path) == [2, 6]
+    assert loop.train(runs.tiny(tmp_path, "guard.max_consecutive=2", "checkpoint.resume=must")) == 0
+    assert runs.state_at(tmp_path, runs.STEPS) == runs.state_at(skipping[0], runs.STEPS)
 
 
 def test_a_checkpoint_without_a_bad_step_state_can_be_resumed(functions, tmp_path):
@@ -308,7 +295,7 @@ def test_checkpoints_of_a_streak_replace_only_each_other(functions, tmp_path):
 def diverging(directory: Path, *more: str) -> Config:
     """Resume the finished run of 8 steps with updates that the guard skips."""
     given = ["checkpoint.resume=must", "evaluate.every=0", "optimizer.learning_rate=1e9", "train.steps=40"]
-    return tiny(directory, *given, "guard.max_consecutive=2", *more)
+    return runs.tiny(directory, *given, "guard.max_consecutive=2", *more)
 
 
 def test_restarts_of_a_diverging_run_keep_the_good_checkpoints_and_end(copied):
@@ -316,11 +303,11 @@ def test_restarts_of_a_diverging_run_keep_the_good_checkpoints_and_end(copied):
     for last in (10, 12, 14):
         with pytest.raises(DivergedError, match="were skipped") as error:
             loop.train(diverging(copied))
-        assert checkpoint_steps(copied) == [4, 6, 8, last] and error.value.exit_code == 2
-    before = file_contents(copied)
+        assert runs.checkpoint_steps(copied) == [4, 6, 8, last] and error.value.exit_code == 2
+    before = runs.file_contents(copied)
     with pytest.raises(DivergedError) as error:
         loop.train(diverging(copied))
-    assert file_contents(copied) == before, "nothing was trained"
+    assert runs.file_contents(copied) == before, "nothing was trained"
     assert str(error.value) == (
         f"checkpoint {copied}/run/checkpoints/14 was saved after 6 skipped steps in a row, at least 3 times "
         f"guard.max_consecutive=2: it is not resumed again.\n"
@@ -328,8 +315,8 @@ def test_restarts_of_a_diverging_run_keep_the_good_checkpoints_and_end(copied):
         f"guard.max_consecutive"
     )
     shutil.rmtree(copied / "run" / "checkpoints" / "14")
-    assert loop.train(tiny(copied, "checkpoint.resume=must", "train.steps=10", "evaluate.every=0")) == 0
-    assert checkpoint_steps(copied) == [6, 8, 10]
+    assert loop.train(runs.tiny(copied, "checkpoint.resume=must", "train.steps=10", "evaluate.every=0")) == 0
+    assert runs.checkpoint_steps(copied) == [6, 8, 10]
 
 
 def test_a_run_whose_last_steps_were_skipped_does_not_succeed(copied, capsys):
@@ -339,7 +326,7 @@ def test_a_run_whose_last_steps_were_skipped_does_not_succeed(copied, capsys):
         with pytest.raises(DivergedError, match=message):
             loop.train(finished)
         assert "done" not in capsys.readouterr().out
-    assert checkpoint_steps(copied) == [4, 6, 8, 10] and len(lines(copied)) == 10
-    why = {line["step"]: line.get("why_skipped", "") for line in lines(copied)}
+    assert runs.checkpoint_steps(copied) == [4, 6, 8, 10] and len(runs.lines(copied)) == 10
+    why = {line["step"]: line.get("why_skipped", "") for line in runs.lines(copied)}
     assert "would change the norm of the weights from" in why[10] and "(guard.max_norm_change=10)" in why[10]
     assert not why[8]

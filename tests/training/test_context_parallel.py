@@ -27,17 +27,9 @@ from shmap_tp.plan.predict import step_communication
 from shmap_tp.training import step
 from shmap_tp.training.model_functions import build_model_functions
 from shmap_tp.training.step import CONFIGURED, Components
+from tests.helpers import step_fixtures as fixtures
 from tests.helpers.assertions import assert_close
 from tests.helpers.model_fixtures import random_like
-from tests.helpers.step_fixtures import (
-    RELATIVE,
-    STEPS,
-    Curve,
-    Program,
-    largest_difference,
-    learnable_batch,
-    step_config,
-)
 
 COMMON = ("model.context=32", "optimizer.epsilon=1e-4")
 """With an epsilon above the smallest gradients: the first step of Adam divides each by its own size, and so its
@@ -45,26 +37,25 @@ rounding error, too."""
 GLOBAL = "model.positions=alibi", "train.microbatches=1"
 WINDOWED = "model.positions=rotary", "model.window=5", "model.layer_pattern=[local,global]"
 """On at most four ranks a chunk has four positions or more, and so a local layer needs only that before each."""
-ALL_REDUCE, SEQUENCE, COLLECTIVE_MATMUL = [
-    f"mesh.tensor_parallel={mode}" for mode in ("all_reduce", "sequence", "collective_matmul")
-]
+MODES = [f"mesh.tensor_parallel={mode}" for mode in ("all_reduce", "sequence", "collective_matmul")]
+ALL_REDUCE, SEQUENCE, COLLECTIVE_MATMUL = MODES
 
 
 def cut(shape: tuple[int, int, int], *settings: str) -> Config:
     """The configuration on a (dp, cp, mp) mesh."""
     dp, cp, mp = shape
-    return step_config((dp, mp), f"mesh.cp={cp}", *COMMON, *settings)
+    return fixtures.step_config((dp, mp), f"mesh.cp={cp}", *COMMON, *settings)
 
 
-def program(shape: tuple[int, int, int], *settings: str, components: Components = CONFIGURED) -> Program:
-    return Program(cut(shape, *settings), components, documents=True)
+def program(shape: tuple[int, int, int], *settings: str, components: Components = CONFIGURED) -> fixtures.Program:
+    return fixtures.Program(cut(shape, *settings), components, documents=True)
 
 
 whole_rows = cache(lambda *settings: program((1, 1, 1), *settings))
 
 
 @cache
-def on_one_device(steps: int, *settings: str) -> Curve:
+def on_one_device(steps: int, *settings: str) -> fixtures.Curve:
     return whole_rows(*settings).train(steps)
 
 
@@ -76,8 +67,8 @@ def on_one_device(steps: int, *settings: str) -> Curve:
 def test_cut_rows_train_as_whole_ones_and_communicate_as_the_ledger_says(model, shape, settings):
     expected, one = on_one_device(3, *model), program(shape, *model, *settings)
     found = one.train(3, whole_rows(*model).initial)
-    assert largest_difference(found.losses, expected.losses) <= RELATIVE
-    assert_close(found.params, expected.params, RELATIVE)
+    assert fixtures.largest_difference(found.losses, expected.losses) <= fixtures.RELATIVE
+    assert_close(found.params, expected.params, fixtures.RELATIVE)
     assert one.communicates_parameters_as_written_by_hand()
 
 
@@ -108,8 +99,8 @@ FIFTY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "mode", "zero", "model"), FIFTY, ids=str)
 def test_fifty_steps_have_the_losses_of_one_device(shape, mode, zero, model):
-    found = program(shape, *model, mode, f"mesh.zero={zero}").train(STEPS, whole_rows(*model).initial)
-    assert largest_difference(found.losses, on_one_device(STEPS, *model).losses) <= RELATIVE
+    found = program(shape, *model, mode, f"mesh.zero={zero}").train(fixtures.STEPS, whole_rows(*model).initial)
+    assert fixtures.largest_difference(found.losses, on_one_device(fixtures.STEPS, *model).losses) <= fixtures.RELATIVE
 
 
 def test_a_window_moves_the_chunk_before_in_place_of_whole_rows():
@@ -131,7 +122,7 @@ def test_a_step_on_whole_rows_is_the_program_of_a_code_without_context_paralleli
     settings = SEQUENCE, "mesh.zero=fsdp", *WINDOWED, "model.positions=learned", "train.microbatches=1"
 
     def lowered() -> str:
-        one = Program(cut((2, 1, 2), *settings))
+        one = fixtures.Program(cut((2, 1, 2), *settings))
         assert one.made.tokens.sharding.mesh.axis_names == ("dp", "mp")
         return one.lowered.as_text()
 
@@ -152,7 +143,7 @@ def test_the_memory_of_a_device_is_that_of_its_part_of_a_row():
     )  # fmt: skip
 
     def temporaries(time: int, cp: int) -> int:
-        one = Program(cut((1, cp, 1), f"model.context={time}", *common))
+        one = fixtures.Program(cut((1, cp, 1), f"model.context={time}", *common))
         return one.compiled.memory_analysis().temp_size_in_bytes
 
     one, inputs_of_layers = temporaries(256, 1), 64 * (16 * 256 * 24 * 4)
@@ -208,7 +199,7 @@ of_whole_rows = cache(lambda *settings: evaluated((1, 1, 1), *settings))
 
 @pytest.mark.parametrize("model", [ALIBI, ROTARY], ids=["alibi", "rotary"])
 def test_the_loss_of_cut_rows_is_that_of_whole_ones(model):
-    assert evaluated(*model) == pytest.approx(of_whole_rows(*model[1:]), rel=RELATIVE)
+    assert evaluated(*model) == pytest.approx(of_whole_rows(*model[1:]), rel=fixtures.RELATIVE)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -216,7 +207,7 @@ def test_mutations_of_context_parallelism_give_another_loss(monkeypatch, mutatio
     model, module, name, other = MUTATIONS[mutation]
     expected = of_whole_rows(*model[1:])
     monkeypatch.setattr(module, name, other)
-    assert abs(evaluated(*model) / expected - 1) > 10 * RELATIVE
+    assert abs(evaluated(*model) / expected - 1) > 10 * fixtures.RELATIVE
 
 
 def test_a_gradient_that_is_not_summed_over_cp_is_a_type_error(monkeypatch):
@@ -230,7 +221,7 @@ def test_the_logits_of_cut_rows_are_those_of_whole_ones():
     for shape in ((1, 1, 1), (2, 2, 2)):
         conf = cut(shape, "model.positions=learned")
         functions = build_model_functions(conf, make_mesh(conf.mesh, jax.devices()[: conf.mesh.devices]), jnp.float32)
-        ids, params = jnp.asarray(learnable_batch(0, (2, 32))), random_like(functions.shapes, "float32")
+        ids, params = jnp.asarray(fixtures.learnable_batch(0, (2, 32))), random_like(functions.shapes, "float32")
         placed = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), params, functions.shapes)
         segments = jnp.cumsum(ids % 7 == 0, axis=1)
         found[shape] = [functions.logits(placed, ids, *more) for more in ((), (segments,))]
@@ -256,7 +247,7 @@ def test_a_block_that_ignores_its_context_trains_on_cut_rows_too():
         for shape, more in [((1, 1, 1), ()), ((2, 2, 2), ("mesh.zero=fsdp",))]
     )
     assert one.made.tokens.sharding.spec == jax.P(None, "dp", None)
-    assert_close(one.train(3, whole.initial).params, whole.train(3).params, RELATIVE)
+    assert_close(one.train(3, whole.initial).params, whole.train(3).params, fixtures.RELATIVE)
 
 
 def test_cudnn_is_refused_on_cut_rows():
@@ -276,11 +267,11 @@ def test_cudnn_is_refused_on_cut_rows():
 ])  # fmt: skip
 def test_what_cp_does_not_suit_is_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        validate(step_config((1, 1), *COMMON, *settings))
+        validate(fixtures.step_config((1, 1), *COMMON, *settings))
 
 
 def test_dp_auto_is_what_cp_and_mp_leave():
-    conf = resolve_auto(step_config((1, 2), *COMMON, "mesh.cp=2", "mesh.dp=auto"), 8)
+    conf = resolve_auto(fixtures.step_config((1, 2), *COMMON, "mesh.cp=2", "mesh.dp=auto"), 8)
     assert (conf.mesh.dp, conf.mesh.devices) == (2, 8)
     with pytest.raises(UserError, match=r"mesh.cp=4 does not divide the 6 available devices"):
-        resolve_auto(step_config((1, 1), *COMMON, "mesh.cp=4", "mesh.dp=auto"), 6)
+        resolve_auto(fixtures.step_config((1, 1), *COMMON, "mesh.cp=4", "mesh.dp=auto"), 6)

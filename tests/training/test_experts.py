@@ -10,17 +10,9 @@ import pytest
 
 from shmap_tp.layers.context import document_segments
 from shmap_tp.layers.experts import Router
+from tests.helpers import step_fixtures as fixtures
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import config
-from tests.helpers.step_fixtures import (
-    RELATIVE,
-    STEPS,
-    Curve,
-    Program,
-    largest_difference,
-    learnable_batch,
-    step_config,
-)
 
 EXPERTS = (
     "block=sequential norm=rmsnorm mlp=swiglu positions=rotary context=8 attention_chunk=8 ffn=16 experts=8 window=3"
@@ -29,26 +21,24 @@ LOSSES = "router_balance_loss=0.01 router_z_loss=0.001 router_bias_rate=0.003"
 BIAS = "blocks.mlp.router.choice_bias"
 
 
-def program(shape: tuple[int, int], settings: str = "", model: str = LOSSES) -> Program:
+def program(shape: tuple[int, int], settings: str = "", model: str = LOSSES) -> fixtures.Program:
     """`settings` are of the mesh, or others with their sections."""
     given = [one if "." in one.partition("=")[0] else f"mesh.{one}" for one in settings.split()]
-    conf = step_config(shape, *(f"model.{one}" for one in f"{EXPERTS} {model}".split()), *given)
-    return Program(conf, documents="data.documents=isolated" in given)
+    conf = fixtures.step_config(shape, *(f"model.{one}" for one in f"{EXPERTS} {model}".split()), *given)
+    return fixtures.Program(conf, documents="data.documents=isolated" in given)
 
 
 @cache
-def one_device(model: str = LOSSES) -> Program:
+def one_device(model: str = LOSSES) -> fixtures.Program:
     return program((1, 1), "train.microbatches=1", model)
 
 
 @cache
-def on_one_device(model: str = LOSSES) -> Curve:
-    return one_device(model).train(STEPS)
+def on_one_device(model: str = LOSSES) -> fixtures.Curve:
+    return one_device(model).train(fixtures.STEPS)
 
 
-QUICK = [
-    ((2, 2), "ep=2 tensor_parallel=sequence zero=fsdp cp=2", 2),
-]
+QUICK = [((2, 2), "ep=2 tensor_parallel=sequence zero=fsdp cp=2", 2)]
 """Experts over ep and mp, with a window on cut rows."""
 EVERY = [
     ((1, 1), "ep=1 tensor_parallel=all_reduce zero=fsdp", 4),
@@ -86,7 +76,7 @@ def test_the_loss_curve_of_a_model_with_experts_is_the_same_everywhere(shape, se
     assert_same_bits(one.initial, initial)
     assert np.array_equal(one.train(6, initial).params[BIAS], one_device().train(6).params[BIAS])
     assert expected.losses[-1] < expected.losses[0] - 1
-    assert largest_difference(one.train(STEPS, initial).losses, expected.losses) <= RELATIVE
+    assert fixtures.largest_difference(one.train(fixtures.STEPS, initial).losses, expected.losses) <= fixtures.RELATIVE
 
 
 @pytest.mark.parametrize("settings", [
@@ -141,13 +131,15 @@ def rows_of(documents: list[list[np.ndarray]], length: int) -> tuple[np.ndarray,
     return tokens, np.asarray(document_segments(jnp.asarray(tokens), END))
 
 
-def first_step(shape: tuple[int, int], settings: str, context: int, documents: list[list[np.ndarray]]) -> Curve:
+def first_step(
+    shape: tuple[int, int], settings: str, context: int, documents: list[list[np.ndarray]]
+) -> fixtures.Curve:
     """The first step on rows of `context` tokens, each with these documents; the state has the gradients as momenta."""
     given = f"{settings} train.microbatches=1 train.batch={len(documents)} model.context={context}"
     one = program(shape, f"{given} model.attention_chunk={context} data.documents=isolated", LOSSES)
     batch = jax.device_put(rows_of(documents, context + 1), one.made.tokens.sharding)
     state, metrics = jax.device_get(one.compiled(one.placed(one_device().initial), *batch))
-    return Curve(metrics, state)
+    return fixtures.Curve(metrics, state)
 
 
 @pytest.mark.parametrize(("settings", "elsewhere"), [
@@ -180,7 +172,7 @@ def test_rows_of_padding_take_no_capacity_in_an_evaluation():
         found = one.made.evaluate(params, jax.device_put(tokens[None], one.made.tokens.sharding))
         return [float(x) for x in found]
 
-    rows = learnable_batch(0, (8, 9))
+    rows = fixtures.learnable_batch(0, (8, 9))
     padded = np.concatenate([rows.reshape(4, 2, 9), np.full((4, 2, 9), -1, np.int32)], axis=1).reshape(16, 9)
     alone = evaluate(8, rows)
     assert alone[2] > 0 and evaluate(16, padded) == pytest.approx(alone, rel=1e-6)
@@ -191,4 +183,5 @@ def test_adapters_of_attention_train_beside_frozen_experts_alike_on_every_mesh()
     expected = on_one_device(adapters).losses
     assert expected[-1] < expected[0]
     one = program((2, 2), "tensor_parallel=sequence train.microbatches=1", adapters)
-    assert largest_difference(one.train(STEPS, one_device(adapters).initial).losses, expected) <= RELATIVE
+    found = one.train(fixtures.STEPS, one_device(adapters).initial).losses
+    assert fixtures.largest_difference(found, expected) <= fixtures.RELATIVE

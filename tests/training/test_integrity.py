@@ -226,9 +226,8 @@ def test_a_run_with_differing_replicas_stops_before_it_saves_them(tmp_path, monk
     with pytest.raises(HardwareError) as caught:
         loop.train(tiny(tmp_path, "train.check_replicas_every=2"))
     message = str(caught.value).splitlines()
-    assert message[0].startswith(
-        "after step 4 params/norm/scale on device 5 (process 0) differs from its 7 other replicas"
-    )
+    differs = "after step 4 params/norm/scale on device 5 (process 0) differs from its 7 other replicas"
+    assert message[0].startswith(differs)
     assert len(message) == 2 and "checkpoint.resume=must" in message[1]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
 

@@ -17,17 +17,7 @@ from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.training import checkpoint, loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.integrity import MANIFEST
-from tests.helpers.run_fixtures import (
-    STEPS,
-    assert_same_run,
-    checkpoint_steps,
-    file_contents,
-    lines,
-    signal_during,
-    state_at,
-    tiny,
-    values,
-)
+from tests.helpers import run_fixtures as runs
 
 
 @pytest.mark.parametrize(
@@ -44,15 +34,15 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     uninterrupted, tmp_path, monkeypatch, capsys, number, owner, name, when, stops_at
 ):
     with monkeypatch.context() as patch:
-        signal_during(patch, owner, name, number, when)
-        assert loop.train(tiny(tmp_path)) == STOPPED
+        runs.signal_during(patch, owner, name, number, when)
+        assert loop.train(runs.tiny(tmp_path)) == STOPPED
     message = capsys.readouterr().out
-    assert f"stopped and saved at step {stops_at} of {STEPS}" in message and "--resume" in message
-    assert max(checkpoint_steps(tmp_path)) == stops_at == lines(tmp_path)[-1]["step"]
+    assert f"stopped and saved at step {stops_at} of {runs.STEPS}" in message and "--resume" in message
+    assert max(runs.checkpoint_steps(tmp_path)) == stops_at == runs.lines(tmp_path)[-1]["step"]
     assert (tmp_path / "run" / "report.html").exists()
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
+    assert loop.train(runs.tiny(tmp_path, "checkpoint.resume=must")) == 0
     assert f"resuming from step {stops_at}" in capsys.readouterr().out
-    assert_same_run(tmp_path, uninterrupted)
+    runs.assert_same_run(tmp_path, uninterrupted)
 
 
 @pytest.mark.parametrize("keep_every, saved", [("null", [2, 5, 6, 8]), ("4", [2, 4, 6, 8])])
@@ -78,11 +68,11 @@ def test_a_save_that_is_not_finished_delays_the_next_one_unless_that_is_kept_for
     monkeypatch.setattr(Batches, "training", next_batch)
     monkeypatch.setattr(Checkpoints, "delays", asked)
     monkeypatch.setattr(checkpoint, "hashes", lambda directory: finish.wait(60) and hashes(directory))
-    assert loop.train(tiny(tmp_path, f"checkpoint.keep_every={keep_every}", "checkpoint.keep=9")) == 0
+    assert loop.train(runs.tiny(tmp_path, f"checkpoint.keep_every={keep_every}", "checkpoint.keep=9")) == 0
     said = "the checkpoint of step 4 is delayed until the one before it is written"
     assert capsys.readouterr().out.count(said) == (keep_every == "null")
-    assert checkpoint_steps(tmp_path) == saved
-    assert_same_run(tmp_path, uninterrupted)
+    assert runs.checkpoint_steps(tmp_path) == saved
+    runs.assert_same_run(tmp_path, uninterrupted)
 
 
 def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
@@ -101,25 +91,25 @@ def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "__enter__", lambda self: made.append(self) or self)
     monkeypatch.setattr(checkpoint, "hashes", full)
     with pytest.raises(StorageError, match=r"checkpoint .*/3 could not be written: No space left"):
-        loop.train(tiny(tmp_path, "checkpoint.every=3"))
-    assert lines(tmp_path)[-1]["step"] == 3
+        loop.train(runs.tiny(tmp_path, "checkpoint.every=3"))
+    assert runs.lines(tmp_path)[-1]["step"] == 3
 
 
 def test_a_stop_during_resume_changes_nothing(copied, monkeypatch):
     shutil.rmtree(copied / "run" / "checkpoints" / "8")
-    before = file_contents(copied)
+    before = runs.file_contents(copied)
     for name in ("newest_intact", "restore", "facts"):
         with monkeypatch.context() as patch:
-            signal_during(patch, Checkpoints, name, signal.SIGTERM, lambda *_: True)
-            assert loop.train(tiny(copied, "checkpoint.resume=must")) == STOPPED, name
-        assert file_contents(copied) == before, name
+            runs.signal_during(patch, Checkpoints, name, signal.SIGTERM, lambda *_: True)
+            assert loop.train(runs.tiny(copied, "checkpoint.resume=must")) == STOPPED, name
+        assert runs.file_contents(copied) == before, name
 
 
 def test_a_finished_run_can_be_extended(uninterrupted, tmp_path):
-    assert loop.train(tiny(tmp_path, "train.steps=4")) == 0
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=must")) == 0
-    assert_same_run(tmp_path, uninterrupted)
-    assert [line["segment"] for line in lines(tmp_path)] == [0] * 4 + [1] * 4
+    assert loop.train(runs.tiny(tmp_path, "train.steps=4")) == 0
+    assert loop.train(runs.tiny(tmp_path, "checkpoint.resume=must")) == 0
+    runs.assert_same_run(tmp_path, uninterrupted)
+    assert [line["segment"] for line in runs.lines(tmp_path)] == [0] * 4 + [1] * 4
 
 
 def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(uninterrupted, copied):
@@ -130,9 +120,9 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(uninterrupted,
     (run / "checkpoints" / "6" / MANIFEST).unlink()  # killed between the files and their hashes
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(text[: text.index('"step": 7') + 30])
-    assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
-    assert_same_run(copied, uninterrupted)
-    assert [line["segment"] for line in lines(copied)] == [0] * 4 + [1] * 4
+    assert loop.train(runs.tiny(copied, "checkpoint.resume=must")) == 0
+    runs.assert_same_run(copied, uninterrupted)
+    assert [line["segment"] for line in runs.lines(copied)] == [0] * 4 + [1] * 4
 
 
 def test_a_run_resumes_on_the_remaining_devices_in_another_tensor_parallel_mode(uninterrupted, copied, monkeypatch):
@@ -145,20 +135,19 @@ def test_a_run_resumes_on_the_remaining_devices_in_another_tensor_parallel_mode(
     remaining = jax.devices()[:4]
     monkeypatch.setattr(jax, "devices", lambda: remaining)
     given = ["mesh.dp=auto", "mesh.mp=2", "mesh.tensor_parallel=sequence", "train.max_sequences_per_device=1"]
-    assert loop.train(tiny(copied, "checkpoint.resume=if_present", "evaluate.every=0", *given)) == 0
-    assert [line["mesh"] for line in lines(copied)] == [[2, 4]] * 4 + [[2, 2]] * 4
-    assert [line["loss"] for line in lines(copied)] == pytest.approx(
-        [line["loss"] for line in lines(uninterrupted)], rel=1e-6, abs=0
-    )
+    assert loop.train(runs.tiny(copied, "checkpoint.resume=if_present", "evaluate.every=0", *given)) == 0
+    assert [line["mesh"] for line in runs.lines(copied)] == [[2, 4]] * 4 + [[2, 2]] * 4
+    found, expected = ([line["loss"] for line in runs.lines(each)] for each in (copied, uninterrupted))
+    assert found == pytest.approx(expected, rel=1e-6, abs=0)
     assert load(str(copied / "run" / "config.yaml"), []).mesh.dp == "auto"
 
 
 def test_evaluation_does_not_change_the_training(uninterrupted, tmp_path):
-    assert loop.train(tiny(tmp_path, "evaluate.every=0", "checkpoint.every=0")) == 0
-    assert values(tmp_path) == values(uninterrupted)
-    assert state_at(tmp_path, STEPS) == state_at(uninterrupted, STEPS)
-    assert [line["step"] for line in lines(tmp_path, "validation")] == [STEPS]
-    assert [line["step"] for line in lines(uninterrupted, "validation")] == [4, STEPS]
+    assert loop.train(runs.tiny(tmp_path, "evaluate.every=0", "checkpoint.every=0")) == 0
+    assert runs.values(tmp_path) == runs.values(uninterrupted)
+    assert runs.state_at(tmp_path, runs.STEPS) == runs.state_at(uninterrupted, runs.STEPS)
+    assert [line["step"] for line in runs.lines(tmp_path, "validation")] == [runs.STEPS]
+    assert [line["step"] for line in runs.lines(uninterrupted, "validation")] == [4, runs.STEPS]
 
 
 def test_the_first_signal_requests_a_stop_and_a_second_ctrl_c_interrupts():

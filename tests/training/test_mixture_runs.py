@@ -19,17 +19,7 @@ from shmap_tp.runtime.agreement import data_facts
 from shmap_tp.training import loop
 from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.step import CONFIGURED
-from tests.helpers.run_fixtures import (
-    STEPS,
-    file_contents,
-    lines,
-    make_runs_quick,
-    shared_step_functions,
-    tiny,
-    tokens_of,
-    values,
-    write_tokens,
-)
+from tests.helpers import run_fixtures as runs
 
 WEIGHTS = {"web": "weight:{0:1,4:0.6}", "code": "weight:{4:0.3}", "math": "weight:0.1,from_step:4"}
 """Until step 4 web alone."""
@@ -40,7 +30,7 @@ def directory(tmp_path_factory) -> Path:
     """The directory of the sources, web, code and math, and of a copy of web that has another name."""
     directory = tmp_path_factory.mktemp("sources")
     for seed, (name, tokens) in enumerate({"web": 3000, "code": 900, "math": 300}.items()):
-        write_tokens(directory / name, train=tokens, validation=600 - 100 * seed, seed=seed)
+        runs.write_tokens(directory / name, train=tokens, validation=600 - 100 * seed, seed=seed)
     return directory
 
 
@@ -48,11 +38,11 @@ def mixture(run: Path, data: Path, *more: str, **weights: str) -> Config:
     """The tiny run of the sources with these `weights`; their directories are `data`/NAME."""
     sources = ",".join(f"{name}:{{dir:{data / name},{weight}}}" for name, weight in weights.items())
     (run / "data").mkdir(exist_ok=True, parents=True)  # which is not read
-    return tiny(run, "train.microbatches=2", "data.dir=null", f"data.sources={{{sources}}}", *more)
+    return runs.tiny(run, "train.microbatches=2", "data.dir=null", f"data.sources={{{sources}}}", *more)
 
 
 def read_by(config: Config, steps: int) -> list:
-    batches = Batches(config, tokens_of(config))
+    batches = Batches(config, runs.tokens_of(config))
     return [batches.sequences(step) for step in range(steps)]
 
 
@@ -61,7 +51,7 @@ def uninterrupted(directory, tmp_path_factory) -> Path:
     """A run of the three sources from step 0 to 8."""
     run = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        make_runs_quick(patch)
+        runs.make_runs_quick(patch)
         assert loop.train(mixture(run, directory, **WEIGHTS)) == 0
     return run
 
@@ -70,20 +60,20 @@ def test_a_run_of_a_data_dir_resumed_on_another_mesh_with_more_sources_equals_on
     directory, uninterrupted, tmp_path, capsys
 ):
     shutil.copytree(directory / "web", tmp_path / "data")
-    assert loop.train(tiny(tmp_path, "mesh.dp=8", "mesh.mp=1", "train.steps=4", "evaluate.every=0")) == 0
+    assert loop.train(runs.tiny(tmp_path, "mesh.dp=8", "mesh.mp=1", "train.steps=4", "evaluate.every=0")) == 0
     config = mixture(tmp_path, directory, "checkpoint.resume=must", **WEIGHTS)
     assert loop.train(config) == 0
-    losses = [[each[1] for each in values(run)] for run in (tmp_path, uninterrupted)]
-    assert len(losses[0]) == STEPS and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    losses = [[each[1] for each in runs.values(run)] for run in (tmp_path, uninterrupted)]
+    assert len(losses[0]) == runs.STEPS and losses[0] == pytest.approx(losses[1], rel=1e-5)
     printed = capsys.readouterr().out
     assert f"source web ({directory}/web): 100 %, from step 4 on 60 %; 0.27 epochs of its 187 sequences" in printed
-    read = read_by(config, STEPS)
+    read = read_by(config, runs.STEPS)
     assert {one.split()[0] for step in read[:4] for one in step} == {"web"}
     assert {one.split()[0] for step in read[4:] for one in step} == {"web", "code", "math"}
 
 
 def test_each_source_has_its_validation_loss_beside_that_of_the_mixture(uninterrupted):
-    found = lines(uninterrupted, "validation")
+    found = runs.lines(uninterrupted, "validation")
     assert [(line["step"], line.get("source")) for line in found] == [
         (step, source) for step in (4, 8) for source in (None, "code", "math", "web")
     ]
@@ -94,7 +84,7 @@ def test_each_source_has_its_validation_loss_beside_that_of_the_mixture(uninterr
 
 def test_the_training_loss_of_each_source_is_that_of_its_rows(directory, uninterrupted, tmp_path):
     config = mixture(tmp_path, directory, **WEIGHTS)
-    functions = shared_step_functions(config, make_mesh(config.mesh), jnp.float32, end_of_text=0)
+    functions = runs.shared_step_functions(config, make_mesh(config.mesh), jnp.float32, end_of_text=0)
     batches, state = Batches(config, functions.tokens), functions.init()
     tokens, sources = batches.training(4), batches.row_sources(4)
     names = np.array(["code", "math", "web"])[np.asarray(sources).reshape(-1)]
@@ -108,8 +98,8 @@ def test_the_training_loss_of_each_source_is_that_of_its_rows(directory, uninter
 
 
 def test_training_lines_have_the_loss_of_each_source_or_null_where_it_had_no_row(directory, uninterrupted):
-    read = read_by(mixture(uninterrupted, directory, **WEIGHTS), STEPS)
-    for line, sequences in zip(lines(uninterrupted), read, strict=True):
+    read = read_by(mixture(uninterrupted, directory, **WEIGHTS), runs.STEPS)
+    for line, sequences in zip(runs.lines(uninterrupted), read, strict=True):
         losses = {name: loss for name in WEIGHTS if (loss := line[f"{name}/loss"]) is not None}
         assert losses.keys() == {one.split()[0] for one in sequences}
         assert min(losses.values()) <= line["loss"] <= max(losses.values())
@@ -117,7 +107,7 @@ def test_training_lines_have_the_loss_of_each_source_or_null_where_it_had_no_row
 
 def test_the_processes_of_a_run_compare_the_files_of_each_source(directory, tmp_path):
     config = mixture(tmp_path, directory, **WEIGHTS)
-    facts = data_facts(Batches(config, tokens_of(config)).identity)
+    facts = data_facts(Batches(config, runs.tokens_of(config)).identity)
     assert {f"{name}/{split}.bin" for name in WEIGHTS for split in ("train", "validation")} < facts.keys()
     assert facts["web/train.bin"].startswith("3000 tokens of sha256 ")
 
@@ -138,11 +128,11 @@ def test_another_past_is_refused_with_what_to_write_instead(directory, uninterru
         {"web": "weight:1"},  # a source that is not there any more
     ]:
         config = mixture(uninterrupted, directory, "checkpoint.resume=must", "train.steps=10", **weights)
-        before = file_contents(uninterrupted)
+        before = runs.file_contents(uninterrupted)
         with pytest.raises(UserError) as caught:
             loop.train(config)
         message = str(caught.value)
-        assert file_contents(uninterrupted) == before and len(message.splitlines()) <= 2
+        assert runs.file_contents(uninterrupted) == before and len(message.splitlines()) <= 2
         assert f"{uninterrupted}/run/checkpoints/8 is of another run, which read from step " in message
         assert "Let changes begin at step 8: from_step: 8, or weight: {0: 0.7, 8: 0.5}" in message
 

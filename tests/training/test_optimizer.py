@@ -34,11 +34,7 @@ COSINE, END = "then a cosine", "decay_steps=300"
 def test_every_schedule_says_where_it_and_the_run_end_apart():
     for settings, steps, rest in [
         (f"schedule=cosine {END}", 300, f", {COSINE} down to 0.0003 at step 300"),
-        (
-            f"schedule=cosine {END}",
-            20000,
-            f", {COSINE} down to 0.0003 at step 300, constant until step 20,000 {APART}",
-        ),
+        (f"schedule=cosine {END}", 20000, f", {COSINE} down to 0.0003 at step 300, constant until step 20,000 {APART}"),
         (
             f"schedule=cosine {END}",
             40,
@@ -220,9 +216,8 @@ def test_a_run_on_the_hyperball_has_the_parameters_of_one_device_and_matrices_ke
     assert_close(trained(f"{CUT} {BALL}").params, of_one.params, RELATIVE)
     initial = by_path(program("").initial.params)
     for name, w in of_one.params.items():
-        kept = [
-            np.isclose(np.linalg.norm(a), np.linalg.norm(b), rtol=1e-5) for a, b in zip(w, initial[name], strict=True)
-        ]
+        pairs = zip(w, initial[name], strict=True)
+        kept = [np.isclose(np.linalg.norm(a), np.linalg.norm(b), rtol=1e-5) for a, b in pairs]
         assert all(kept) == (name.startswith("blocks.") and name.endswith("weight")), name
 
 

@@ -106,9 +106,8 @@ def test_the_iterations_of_a_backward_scan_are_in_the_order_in_which_they_run():
     def function(rows: jax.Array) -> jax.Array:
         return lax.scan(lambda carry, row: (carry, lax.psum(row, "mp")), None, rows, reverse=True)[1]
 
-    by_device = jax.shard_map(
-        lambda rows: watched(function, rows=rows), mesh=mesh, in_specs=P(None, "mp"), out_specs=P("mp")
-    )
+    specs = {"in_specs": P(None, "mp"), "out_specs": P("mp")}
+    by_device = jax.shard_map(lambda rows: watched(function, rows=rows), mesh=mesh, **specs)
     found = jax.jit(by_device)(rows)
     operands = {place: n for n, place in enumerate(found.places) if place.startswith("operand")}
     assert [place.rpartition(" ")[2] for place in operands] == ["2", "1", "0"]

@@ -20,27 +20,19 @@ from shmap_tp.training.checkpoint_files import ORBAX_METADATA
 from shmap_tp.training.integrity import MANIFEST
 from shmap_tp.training.resume import MAY_CHANGE, _fixed_settings
 from shmap_tp.training.step import State
+from tests.helpers import run_fixtures as runs
 from tests.helpers.assertions import assert_close, by_path
 from tests.helpers.paths import ROOT
-from tests.helpers.run_fixtures import (
-    STEPS,
-    assert_same_run,
-    file_contents,
-    lines,
-    shared_step_functions,
-    tiny,
-    write_tokens,
-)
 
 
 def refused(directory: Path, *overrides: str) -> str:
     """The message with which this start is refused; asserts that the run in `directory` is unchanged."""
-    before = file_contents(directory)
+    before = runs.file_contents(directory)
     with pytest.raises(ShmapTpError) as caught:
-        loop.train(tiny(directory, *overrides))
+        loop.train(runs.tiny(directory, *overrides))
     message = str(caught.value)
     assert len(message.splitlines()) <= 2, message
-    assert file_contents(directory) == before
+    assert runs.file_contents(directory) == before
     return message
 
 
@@ -66,12 +58,12 @@ def test_a_start_that_would_lose_what_a_run_has_is_refused(copied, case):
 
 @pytest.mark.parametrize("resume", ["if_present", "never"])
 def test_a_run_killed_before_its_first_checkpoint_starts_anew_and_its_metrics_stay(uninterrupted, tmp_path, resume):
-    assert loop.train(tiny(tmp_path, "train.steps=2")) == 0
+    assert loop.train(runs.tiny(tmp_path, "train.steps=2")) == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    assert loop.train(tiny(tmp_path, f"checkpoint.resume={resume}")) == 0
-    assert_same_run(tmp_path, uninterrupted)
-    assert [line["segment"] for line in lines(tmp_path)] == [1] * STEPS
+    assert loop.train(runs.tiny(tmp_path, f"checkpoint.resume={resume}")) == 0
+    runs.assert_same_run(tmp_path, uninterrupted)
+    assert [line["segment"] for line in runs.lines(tmp_path)] == [1] * runs.STEPS
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes().startswith(before)
 
 
@@ -88,7 +80,7 @@ def test_a_run_of_a_version_that_shuffled_otherwise_continues_and_says_so_once(c
     reseal(directory, json.dumps(metadata))
     said = f"checkpoint {directory} was saved by a version that shuffled otherwise: in the epoch of that step some"
     for steps in (9, 10):
-        assert loop.train(tiny(copied, "checkpoint.resume=must", f"train.steps={steps}")) == 0
+        assert loop.train(runs.tiny(copied, "checkpoint.resume=must", f"train.steps={steps}")) == 0
         assert (said in capsys.readouterr().out) == (steps == 9)
     metadata["custom_metadata"]["data"]["order"] = f"{order}0"
     shutil.rmtree(directory.with_name("9"))
@@ -98,9 +90,9 @@ def test_a_run_of_a_version_that_shuffled_otherwise_continues_and_says_so_once(c
 
 
 def test_resume_without_a_checkpoint_is_refused(tmp_path):
-    write_tokens(tmp_path / "data")
+    runs.write_tokens(tmp_path / "data")
     with pytest.raises(UserError, match=r"no checkpoint in .*/run/checkpoints; leave it out .* or name the run"):
-        loop.train(tiny(tmp_path, "checkpoint.resume=must"))
+        loop.train(runs.tiny(tmp_path, "checkpoint.resume=must"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -126,10 +118,10 @@ def test_another_model_batch_or_seed_is_refused_with_both_values(copied):
 
 def test_other_data_is_refused_with_its_file_and_length(copied):
     for resume in ("must", "if_present"):
-        write_tokens(copied / "data", train=2999)
+        runs.write_tokens(copied / "data", train=2999)
         message = refused(copied, f"checkpoint.resume={resume}")
         assert "data.dir (train.bin) was 3000 tokens of sha256" in message and "is 2999 tokens of sha256" in message
-        write_tokens(copied / "data", seed=1)
+        runs.write_tokens(copied / "data", seed=1)
         assert "data.dir (train.bin) was 3000 tokens of sha256" in refused(copied, f"checkpoint.resume={resume}")
 
 
@@ -153,12 +145,12 @@ def test_settings_that_do_not_change_the_steps_before_may_change_and_the_next_up
     free += ["train.microbatches=2", "train.steps=10", "checkpoint.every=1", "guard.max_norm_change=3"]
     free += ["optimizer.schedule=linear", "optimizer.warmup_steps=9", "optimizer.learning_rate=3e-2"]
     free += ["optimizer.final_learning_rate=1e-2", "optimizer.weight_decay=0.5", "optimizer.epsilon=1e-4"]
-    config = tiny(copied, "checkpoint.resume=must", *free, "optimizer.beta1=0.8", "optimizer.beta2=0.9")
+    config = runs.tiny(copied, "checkpoint.resume=must", *free, "optimizer.beta1=0.8", "optimizer.beta2=0.9")
     assert loop.train(config) == 0
     rates = {9: 3e-2, 10: 3e-2 - 2e-2 / 11}  # the last step of the warm-up, and the first of a decay until step 20
-    assert [line["learning_rate"] for line in lines(copied)[8:]] == pytest.approx([*rates.values()], rel=1e-6)
+    assert [line["learning_rate"] for line in runs.lines(copied)[8:]] == pytest.approx([*rates.values()], rel=1e-6)
     with Checkpoints(config.checkpoint, print) as checkpoints:
-        shapes = shared_step_functions(config, make_mesh(config.mesh), jnp.float32).shapes
+        shapes = runs.shared_step_functions(config, make_mesh(config.mesh), jnp.float32).shapes
         before, *after = (checkpoints.restore(step, shapes) for step in (8, 9, 10))
     for state, (step, rate) in zip(after, rates.items(), strict=True):
         assert_update_of_adamw(before, state, step, rate)
@@ -203,12 +195,12 @@ def test_a_run_without_an_intact_checkpoint_is_refused_with_their_steps(copied, 
 
 def test_resume_if_present_starts_resumes_and_survives_a_killed_first_save(uninterrupted, tmp_path):
     directory = tmp_path / "run" / "checkpoints"
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present", "train.steps=2")) == 0  # it starts
+    assert loop.train(runs.tiny(tmp_path, "checkpoint.resume=if_present", "train.steps=2")) == 0  # it starts
     (directory / "2" / MANIFEST).unlink()  # as if the first save had been killed before its hashes
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present", "train.steps=4")) == 0  # it starts again
-    assert loop.train(tiny(tmp_path, "checkpoint.resume=if_present")) == 0  # it resumes
-    assert_same_run(tmp_path, uninterrupted)
-    assert [line["segment"] for line in lines(tmp_path)] == [1] * 4 + [2] * 4
+    assert loop.train(runs.tiny(tmp_path, "checkpoint.resume=if_present", "train.steps=4")) == 0  # it starts again
+    assert loop.train(runs.tiny(tmp_path, "checkpoint.resume=if_present")) == 0  # it resumes
+    runs.assert_same_run(tmp_path, uninterrupted)
+    assert [line["segment"] for line in runs.lines(tmp_path)] == [1] * 4 + [2] * 4
 
 
 FOREIGN = (
@@ -228,12 +220,12 @@ def test_damaged_checkpoints_are_skipped_and_foreign_lines_in_the_metrics_are_no
         place = next(i for i, line in enumerate(before) if found in line)
         (run / name).write_bytes(b"".join([*before[:place], FOREIGN, *before[place:], FOREIGN, last, last[:9]]))
         damaged[name] = (run / name).read_bytes()
-    assert loop.train(tiny(copied, "checkpoint.resume=must")) == 0
+    assert loop.train(runs.tiny(copied, "checkpoint.resume=must")) == 0
     message = capsys.readouterr().out
     assert f"{directory}/8 is skipped: file {data.relative_to(directory / '8')} is damaged" in message
     assert f"{directory}/6 is skipped: file _CHECKPOINT_METADATA is damaged" in message
     assert "resuming from step 4" in message
-    assert_same_run(copied, uninterrupted)
+    runs.assert_same_run(copied, uninterrupted)
     assert all((run / name).read_bytes().startswith(content + b"\n") for name, content in damaged.items())
 
 

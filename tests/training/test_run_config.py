@@ -113,6 +113,5 @@ def test_a_damaged_earlier_file_is_kept(tmp_path, capsys):
 
 
 def test_the_number_of_parameters_of_a_tiny_model_is_not_zero_million():
-    assert [count_in_words(number) for number in (700, 99_999, 100_000, 1_234_567_890)] == [
-        *("700", "99,999", "0.1M", "1,234.6M"),
-    ]
+    words = [count_in_words(number) for number in (700, 99_999, 100_000, 1_234_567_890)]
+    assert words == ["700", "99,999", "0.1M", "1,234.6M"]

@@ -159,9 +159,7 @@ def test_runs_side_by_side_have_a_curve_each_and_a_table_of_what_differs(tmp_pat
     assert f"To continue of {one}" in shown.words and f"To continue of {other}" in shown.words
 
 
-def test_a_directory_whose_name_begins_like_an_option_or_is_hidden_by_matplotlib_is_shown(
-    tmp_path, monkeypatch, figures
-):
+def test_a_directory_whose_name_begins_with_a_dash_or_an_underscore_is_shown(tmp_path, monkeypatch, figures):
     monkeypatch.chdir(tmp_path)
     shown = page(write_run(Path("-one"), [{}]), write_run(Path("_other"), [{}]))
     assert [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()][:2] == ["./-one", "./_other"]

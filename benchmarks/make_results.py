@@ -6,6 +6,7 @@ results/published.jsonl   calibration.py          results/cpu.jsonl         benc
 results/tpu.jsonl         benchmark_tpu.py --json results/gpu.jsonl         benchmark_gpu.py --json
 results/gpu_plan.jsonl benchmark_gpu.py --version
 results/ring.jsonl        benchmark_tpu.py --json results/observed.jsonl    written by hand: what, value, command
+results/fastest.jsonl     shmap_tp.plan step --json
 results/layerwise.jsonl   benchmark_layerwise.py --json   results/pretrained.jsonl  plan --from-pretrained --json
 results/searches.jsonl    from what the commands print    results/whole_space.jsonl whole_space.py
 results/generation.jsonl  shmap_tp.plan decode --json    results/generation_cpu.jsonl benchmark_generate.py --json
@@ -14,6 +15,7 @@ results/generation.jsonl  shmap_tp.plan decode --json    results/generation_cpu.
 import math
 
 from calibration import DIFFERS, TABLE, comparable, constant_without, constants
+from fastest_results import fastest_steps
 from generation_results import generation
 from result_format import (
     HERE,
@@ -270,7 +272,15 @@ def observations() -> str:
 
 def text() -> str:
     """The text of RESULTS.md."""
-    sections = [HEAD, calibration(), tpu_steps(), pretrained_steps(), collective_matmul_steps(), gpu_steps()]
+    sections = [
+        HEAD,
+        calibration(),
+        fastest_steps(),
+        tpu_steps(),
+        pretrained_steps(),
+        collective_matmul_steps(),
+        gpu_steps(),
+    ]
     sections += [searches(), generation(), layerwise(), cpu_steps()]
     return "\n".join(section for section in [*sections, observations()] if section)
 

@@ -15,7 +15,7 @@ beyond it is not specified.  Which of the three products a model uses is decided
 The gradients of the last two are defined by hand: no kernel and no loop whose length is a value has one in JAX.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,9 +38,9 @@ BLOCKS = (512, 128)
 
 ROW_TILES = (1024, 512, 256, 128)
 """Rows of a tile of a TPU's kernel: the first of which a group has four on average."""
-CONTRACTED_TILE, FEATURE_TILE = 512, 1024
-"""Features of a tile: of the dim that is summed over, and of the others.  With 1024 rows these are what the vector
-memory of a TPU v4 holds."""
+CONTRACTED_TILE, FEATURE_BYTES = 512, 2048
+"""Features of a tile of the dim that is summed over, and bytes of a row of it in the other dims.  With 1024 rows these
+are what the vector memory of a TPU v4 holds."""
 WHOLE_BYTES, WHOLE_ROWS = 4096, 256
 """A dim of up to so many bytes is summed over in one tile, with tiles of so many rows at most.  The matrix of a group
 then stays in vector memory from its first tile of rows to its last, and is read once."""
@@ -79,7 +79,8 @@ def in_kernels(
 ) -> Float[Array, "R F"]:
     """Tiles of rows, each times the matrix of every group that it has rows of.  `interpret` runs the kernels on any
     device instead of compiling them: for tests."""
-    tiles = contracted_tile(x_RD.shape[1], x_RD.dtype.itemsize), feature_tile(w_EDF.shape[2])
+    itemsize = x_RD.dtype.itemsize
+    tiles = contracted_tile(x_RD.shape[1], itemsize), output_tile(w_EDF.shape[2], itemsize)
     return _in_tiles(gmm, x_RD, w_EDF, sizes_E, tiles, interpret)
 
 
@@ -92,9 +93,10 @@ def _kernels_forward(
 def _kernels_backward(interpret: bool, saved: tuple[Array, Array, Array], dy_RF: Array) -> tuple[Array, Array, None]:
     x_RD, w_EDF, sizes_E = saved
     _, d, f = w_EDF.shape
-    tiles = contracted_tile(f, dy_RF.dtype.itemsize), feature_tile(d)
+    itemsize = dy_RF.dtype.itemsize
+    tiles = contracted_tile(f, itemsize), output_tile(d, itemsize)
     dx_RD = _in_tiles(partial(gmm, transpose_rhs=True), dy_RF, w_EDF, sizes_E, tiles, interpret)
-    dw_EDF = _in_tiles(_transposed_gmm, x_RD, dy_RF, sizes_E, (feature_tile(d), feature_tile(f)), interpret)
+    dw_EDF = _in_tiles(_transposed_gmm, x_RD, dy_RF, sizes_E, [output_tile(n, itemsize) for n in (d, f)], interpret)
     return dx_RD, dw_EDF, None
 
 
@@ -118,7 +120,7 @@ def _transposed_gmm(
 
 
 def _in_tiles(
-    kernel: Callable[..., Array], x: Array, other: Array, sizes_E: Array, features: tuple[int, int], interpret: bool
+    kernel: Callable[..., Array], x: Array, other: Array, sizes_E: Array, features: Sequence[int], interpret: bool
 ) -> Array:
     """kernel(x[R ..], other, sizes) in x's dtype; `other` is a matrix for each group, or has rows, too.  `features`:
     sizes of the tiles in the two other dims."""
@@ -142,7 +144,12 @@ def contracted_tile(features: int, itemsize: int) -> int:
     return features if features * itemsize <= WHOLE_BYTES else feature_tile(features, CONTRACTED_TILE)
 
 
-def feature_tile(features: int, most: int = FEATURE_TILE) -> int:
+def output_tile(features: int, itemsize: int) -> int:
+    """Features of a tile of a dim that is not summed over."""
+    return feature_tile(features, FEATURE_BYTES // itemsize)
+
+
+def feature_tile(features: int, most: int) -> int:
     """Features of a tile: all, or that number up to `most` with which the tiles exceed the matrix least."""
     sizes = range(most, most // 2 - 1, -128)
     return features if features <= most else min(sizes, key=lambda size: -features % size)

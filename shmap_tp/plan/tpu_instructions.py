@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shmap_tp.hardware.devices import DeviceFigures
-from shmap_tp.layers.grouped_matmul import contracted_tile, feature_tile
+from shmap_tp.layers.grouped_matmul import contracted_tile, output_tile
 from shmap_tp.plan.hlo_parser import ARRAY, KERNEL, Computation, Instruction, bytes_accessed
 
 KERNEL_EFFICIENCY = 0.6
@@ -93,8 +93,8 @@ def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles
     x, other = ([int(n) for n in dims.split(",")] for _, dims in arrays)
     itemsize, has_matrices = int(bits) // 8, kernel[1] == "gmm"
     out = math.prod(other[1:]) // x[1] if has_matrices else other[1]
-    contracted = contracted_tile(x[1], itemsize) if has_matrices else feature_tile(x[1])
-    sizes = (x[1], contracted), (out, feature_tile(out))
+    contracted = contracted_tile(x[1], itemsize) if has_matrices else output_tile(x[1], itemsize)
+    sizes = (x[1], contracted), (out, output_tile(out, itemsize))
     exceeding = math.prod((n + -n % tile) / n for n, tile in sizes)
     boundaries = ends - 2
     computed = chosen_share * (visits - boundaries) + boundaries

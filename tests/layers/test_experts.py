@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.layers.context import Context
-from shmap_tp.layers.grouped_matmul import contracted_tile, feature_tile, in_blocks, in_kernels, ragged_dot, row_tile
+from shmap_tp.layers.grouped_matmul import contracted_tile, in_blocks, in_kernels, output_tile, ragged_dot, row_tile
 from shmap_tp.layers.positions import Alibi
 from shmap_tp.parallel.collectives import all_reduce
 from shmap_tp.parallel.partitioning import partition_specs
@@ -67,15 +67,22 @@ def interpreted(x, w, sizes):
     return in_kernels(x, w, sizes, True)
 
 
-SIZES = [(0, 300, 1, 64), (65, 0, 0, 520), (0, 0, 0, 0), (150, 150, 150, 150)]
-"""Empty groups, and rows of no group; for `in_blocks` blocks of both sizes, for kernels tiles of several groups."""
+SIZES = [(0, 300, 1, 64), (65, 0, 0, 520), (0, 0, 0, 0), (0, 600, 0, 0), (150, 150, 150, 150)]
+"""Empty groups, one row, and rows of no group; for `in_blocks` blocks of both sizes, for kernels tiles of several
+groups."""
 
 
-@pytest.mark.parametrize("multiply", [in_blocks, ragged_dot, interpreted])
-def test_grouped_products_and_their_gradients_are_those_of_a_loop_over_groups(multiply):
-    precision, tolerance = ("float32", 1e-4) if multiply is interpreted else ("float64", 1e-12)
-    rng = np.random.default_rng(0)
-    x, w, dy = (rng.normal(size=size).astype(precision) for size in ((600, 5), (4, 5, 3), (600, 3)))
+@pytest.mark.parametrize(
+    ("multiply", "features"),
+    [(in_blocks, (5, 3)), (ragged_dot, (5, 3)), (interpreted, (5, 3)), (interpreted, (1100, 600))],
+)
+def test_grouped_products_and_their_gradients_are_those_of_a_loop_over_groups(multiply, features):
+    """No tile of a kernel divides 1100 or 600 features."""
+    precision, tolerance = ("float32", 1e-6) if multiply is interpreted else ("float64", 1e-12)
+    rng, (d, f) = np.random.default_rng(0), features
+    sizes_of = (600, d), (4, d, f), (600, f)
+    scales = 1.0, (d + f) ** -0.5 / 4, 600**-0.5 / 4  # results of about 1/4
+    x, w, dy = ((rng.normal(size=size) * by).astype(precision) for size, by in zip(sizes_of, scales, strict=True))
 
     @jax.jit
     def run(x, w, dy, sizes):
@@ -85,16 +92,18 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop_over_groups(mu
     for sizes in SIZES:
         with jax.enable_x64(precision == "float64"), jax.set_mesh(mesh((1, 1))):
             y, dx, dw = jax.device_get(run(x, w, dy, np.array(sizes, np.int32)))
+        exact_x, exact_w, exact_dy = (a.astype(np.float64) for a in (x, w, dy))
         for e, end in enumerate(np.cumsum(sizes)):
             group = slice(end - sizes[e], end)
-            assert np.allclose(y[group], x[group] @ w[e], rtol=0, atol=tolerance)
-            assert np.allclose(dx[group], dy[group] @ w[e].T, rtol=0, atol=tolerance)
-            assert np.allclose(dw[e], x[group].T @ dy[group], rtol=0, atol=tolerance)
+            assert np.allclose(y[group], exact_x[group] @ exact_w[e], rtol=0, atol=tolerance)
+            assert np.allclose(dx[group], exact_dy[group] @ exact_w[e].T, rtol=0, atol=tolerance)
+            assert np.allclose(dw[e], exact_x[group].T @ exact_dy[group], rtol=0, atol=tolerance)
 
 
 def test_tiles_cover_a_matrix_with_little_to_spare():
-    assert [feature_tile(size) for size in (176, 1024, 1408, 5632, 14336)] == [176, 1024, 768, 512, 1024]
+    assert [output_tile(size, 2) for size in (176, 1024, 1408, 5632, 14336)] == [176, 1024, 768, 512, 1024]
     assert [contracted_tile(size, 2) for size in (768, 2048, 2176, 4096)] == [768, 2048, 384, 512]
+    assert [output_tile(size, 4) for size in (176, 1024, 1408)] == [176, 512, 512]
     assert [contracted_tile(size, 4) for size in (768, 1024, 2048)] == [768, 1024, 512]
     assert [row_tile(8 * rows, 8) for rows in (100, 1024, 2048, 6000)] == [128, 256, 512, 1024]
     assert [row_tile(8 * rows, 8, True) for rows in (100, 1024, 6000)] == [128, 256, 256]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import jax
 import numpy as np
@@ -20,10 +19,11 @@ from jaxtyping import Int32
 
 from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig, TrainConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
+from shmap_tp.data import metadata
 from shmap_tp.data.chat_template import ChatTemplate
 from shmap_tp.data.device_batch import ReadAhead, host_shards, on_devices
-from shmap_tp.data.location import Bucket, copy_files, prepared_directory
-from shmap_tp.data.metadata import COMPANIONS, META, SPLITS, TEMPLATE, TOKENIZER, Meta, read_companions, read_meta
+from shmap_tp.data.location import Bucket, prepared_directory
+from shmap_tp.data.metadata import COMPANIONS, META, SPLITS, TEMPLATE, TOKENIZER, Meta
 from shmap_tp.data.order import ORDER, DataOrder, source_key
 from shmap_tp.data.subwords import has_sha256
 from shmap_tp.data.text_directory import TextDirectory
@@ -112,19 +112,12 @@ def _open_meta(data: DataConfig, model: ModelConfig) -> tuple[Path | Bucket, Met
     """(where the token files are, meta.json, the files beside it that belong to the run)."""
     if "://" in data.dir and data.cache is None:
         bucket = Bucket(data, model.from_pretrained)
-        try:
-            with TemporaryDirectory() as small:
-                copy_files(bucket, Path(small), bucket.files.keys() & {META, *COMPANIONS})
-                meta = read_meta(Path(small))
-                return bucket, meta, read_companions(Path(small), meta)
-        except OSError as error:
-            raise UserError(
-                f"{META} of {data.dir} cannot be copied to the directory for temporary files: "
-                f"{error.strerror or error}; free some space there, or name another in TMPDIR"
-            ) from error
+        found = {name: b"".join(bucket.chunks(name)) for name in bucket.files.keys() & {META, *COMPANIONS}}
+        meta = metadata.parse_meta(found.pop(META), f"{data.dir}/{META}")
+        return bucket, meta, metadata.own_companions(found, meta, data.dir)
     directory = prepared_directory(data, model.from_pretrained)
-    meta = read_meta(directory)
-    return directory, meta, read_companions(directory, meta)
+    meta = metadata.read_meta(directory)
+    return directory, meta, metadata.read_companions(directory, meta)
 
 
 def isolating_token(data: DataConfig, model: ModelConfig) -> int | None:

@@ -76,23 +76,25 @@ def parse_meta(content: bytes, path: object) -> Meta:
 
 
 def read_companions(directory: Path, meta: Meta) -> dict[str, bytes]:
-    """The COMPANIONS that are beside meta.json; tokenizer.json only where meta.json states its hash.
+    """The `own_companions` that are beside meta.json."""
+    there = [name for name in COMPANIONS if file_size(directory / name) is not None]
+    return own_companions({name: read_file(directory / name) for name in there}, meta, directory)
+
+
+def own_companions(found: dict[str, bytes], meta: Meta, place: object) -> dict[str, bytes]:
+    """The COMPANIONS of `place` that belong to a run, of those that are found: tokenizer.json only where meta.json
+    states its hash.
 
     Raises UserError if its hash is another one: the tokens would be read with another tokenizer.
     """
-    found = {}
-    for name in COMPANIONS:
-        if file_size(path := directory / name) is not None:
-            found[name] = read_file(path)
-    content = found.pop(TOKENIZER, None)
-    if content is None or meta.tokenizer_sha256 is None:
-        return found
-    if (sha256 := hashlib.sha256(content).hexdigest()) != meta.tokenizer_sha256:
+    if TOKENIZER not in found or meta.tokenizer_sha256 is None:
+        return {name: found[name] for name in found if name != TOKENIZER}
+    if (sha256 := hashlib.sha256(found[TOKENIZER]).hexdigest()) != meta.tokenizer_sha256:
         raise UserError(
-            f"{directory / TOKENIZER}: sha256 is {sha256[:12]}..., {META} says {meta.tokenizer_sha256[:12]}...: it is "
-            "not the tokenizer of this data; copy it again, or prepare the data again"
+            f"{place}/{TOKENIZER}: sha256 is {sha256[:12]}..., {META} says {meta.tokenizer_sha256[:12]}...: it is not "
+            f"the tokenizer of this data; copy it again, or prepare the data again"
         )
-    return {TOKENIZER: content} | found
+    return found
 
 
 def _fault(values: dict[str, Any]) -> str | None:

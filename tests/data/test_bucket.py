@@ -88,15 +88,6 @@ def test_a_source_in_a_bucket_is_mixed_with_one_on_the_disk(tmp_path, config, ca
     np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
-def test_a_full_disk_for_temporary_files_is_one_line(tmp_path, config, monkeypatch):
-    def no_space(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("shmap_tp.data.batches.copy_files", no_space)
-    with pytest.raises(UserError, match=r"^meta\.json of gs://.*: No space left on device; .* TMPDIR$"):
-        Batches(config, tokens_of(config))
-
-
 def test_without_a_cache_a_meta_that_contradicts_the_bucket_is_refused(tmp_path, config):
     meta = (tmp_path / "data" / META).read_text()
     for changes, words in [

@@ -22,7 +22,7 @@ from shmap_tp.training.step import CONFIGURED, Components
 from tests.helpers.assertions import assert_close, assert_same_bits, by_path
 from tests.helpers.checkpoint_fixtures import FACTS, checkpoint_config
 from tests.helpers.model_fixtures import config
-from tests.helpers.step_fixtures import RELATIVE, Curve, Program, largest_difference, step_config
+from tests.helpers.step_fixtures import RELATIVE, Curve, Program, step_config
 
 LINEAR, APART = "then a linear decay", "(optimizer.decay_steps=300 is apart from train.steps)"
 CUT_SHORT = f"{LINEAR} that would end at step 300 (optimizer.decay_steps), after train.steps"

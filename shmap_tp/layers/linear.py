@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
 from shmap_tp.parallel.collectives import mark_varying
-from shmap_tp.parallel.eight_bit import EightBit
+from shmap_tp.parallel.eight_bit import EightBit, sum_over_tokens
 from shmap_tp.parallel.fsdp import Weight
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import Declaration, ParameterKind, declare, param_of
@@ -245,6 +245,10 @@ class LinearProduct:
             return jnp.einsum("bthk,dhk->btd", dy, w, preferred_element_type=into)
         mirrored = Kind.row if self.kind == Kind.column else Kind.column
         return LinearProduct(mirrored, inputs)(dy, w, into)
+
+    def weight_gradient(self, x: Any, dy: Any) -> Array:
+        """x' @ dy (`sum_over_tokens`), with the dims of w in their order, but heads as a dim of their own."""
+        return sum_over_tokens(*(dy, x) if self.kind == Kind.column else (x, dy))
 
 
 def matmul(

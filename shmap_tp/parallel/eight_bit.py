@@ -6,15 +6,17 @@ and for each output feature of a weight, the largest value of which becomes the 
     step       w[D F]  ~  q_w[D F] * s_w[F]           once, from the float32 weight, before FSDP gathers it
     forward    x[B T D]  ~  q_x * s_x[B T],           y = (q_x @ q_w) * s_x * s_w         accumulated in 32 bits
     backward   dy[B T F] * s_w[F]  ~  q_g * s_g[B T], dx = (q_g @ q_w') * s_g
-               dw = x' @ dy                           in the dtype of the activations, given to the float32 weight as if
-                                                      w had not been rounded (straight-through)
+               dy * s_x[B T]  ~  q * s[F],               dw = (q_x' @ q) * s
 
-The gradient of x sums over F, so the scales of the weight become part of dy before that is rounded, which is exact.
+dw is given to the float32 weight as if w had not been rounded (straight-through).  The gradient of x sums over F, and
+dw over tokens, so the scales of the other operand become part of dy before that is rounded, which is exact.  dw has
+scales by feature because Adam divides the gradient of each weight by its own size: next to the largest feature of a
+token, the smallest would be 0.
 
 The scale of a weight is that of all its inputs, also where devices hold some of them: a maximum over these devices, so
-that its bits are the same on every mesh.  The scale of an activation is that of the features on this device: no product
-communicates.  So where mp cuts the dim that is summed over, the product differs from that of another mesh by the
-rounding of an activation to eight bits (docs/precision.md).
+that its bits are the same on every mesh.  The scale of an activation is that of the features, or of the tokens, on this
+device: no product communicates.  So where the dim that is summed over is sharded, the product differs from that of
+another mesh by the rounding of an activation to eight bits (docs/precision.md).
 
 A device without units for the format multiplies the same numbers in wider ones: int8 exactly, float8 in float32.
 
@@ -23,6 +25,7 @@ fp8, e4m3 for activations and weights: Micikevicius et al. 2022, "FP8 Formats fo
 https://arxiv.org/abs/2209.05433
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,6 +33,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
@@ -54,6 +58,17 @@ FORMATS = {
 }
 
 
+ROW_MAJOR = Layout(major_to_minor=(0, 1))
+
+
+class Rounded(NamedTuple):
+    """x ~ values x scale."""
+
+    values: Shaped[Array, "B T *F"]
+    scale: Float[Array, "1 1 *F"] | None
+    """None: 1."""
+
+
 @runtime_checkable
 class MatrixProduct(Protocol):
     """x @ w as a layer stores w, accumulated in `into`, and the product with its transpose."""
@@ -62,6 +77,10 @@ class MatrixProduct(Protocol):
 
     def transposed(self, dy: Array, w: Array, inputs: tuple[int, ...], into: DTypeLike | None = None) -> Array:
         """dy @ w', of shape [B T *inputs]."""
+        ...
+
+    def weight_gradient(self, x: Any, dy: Any) -> Array:
+        """x' @ dy (`sum_over_tokens`), with the dims of w in their order, but heads as a dim of their own."""
         ...
 
 
@@ -93,14 +112,17 @@ class EightBit(eqx.Module):
         y = product(values, self.values, to.sums)
         return _scaled(y, _like(y, scale), self._scale_of(y)).astype(x.dtype)
 
-    def input_gradient(
-        self, product: MatrixProduct, dy: Float[Array, "B T *F"], inputs: tuple[int, ...]
-    ) -> Float[Array, "B T *D"]:
-        """dy @ w', in dy's dtype, [B T *inputs].  Communication: none."""
+    def gradients(
+        self, product: MatrixProduct, x: Float[Array, "B T *D"], dy: Float[Array, "B T *F"]
+    ) -> tuple[Float[Array, "B T *D"], "Rounded", "Rounded"]:
+        """dx = dy @ w', in dy's dtype, and x and dy of dw = x' @ dy (`sum_over_tokens`).  Communication: none."""
         to = FORMATS[self.precision]
-        values, scale = rounded(_scaled(dy, self._scale_of(dy)), _features(dy), to.gradients)
-        dx = product.transposed(values, self.values, inputs, to.sums)
-        return _scaled(dx, _like(dx, scale)).astype(dy.dtype)
+        values, scale = rounded(_scaled(dy, self._scale_of(dy)).astype(dy.dtype), _features(dy), to.gradients)
+        dx = product.transposed(values, self.values, x.shape[2:], to.sums)
+        dx = _scaled(dx, _like(dx, scale)).astype(dy.dtype)
+        x_values, x_scale = rounded(x, _features(x), to.values)
+        by_feature = Rounded(*rounded(_scaled(dy, _like(dy, x_scale)).astype(dy.dtype), (0, 1), to.gradients))
+        return dx, Rounded(x_values, None), by_feature
 
     def gathered(self, axes: Any, dim: int) -> "EightBit":
         """Shards along `dim` -> the whole, which has the gradient of `weight` as if that had been gathered.  The scale
@@ -138,6 +160,21 @@ def rounded(
     scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # else flushed to 0, so that finite / 0 is NaN in float8
     scaled = x.astype(scale.dtype) / scale
     return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale
+
+
+def sum_over_tokens(first: Array | Rounded, second: Array | Rounded) -> Float[Array, "..."]:
+    """first' @ second, [*features of first, *features of second], accumulated in 32 bits (or wider), given in float32
+    (or wider).  Communication: none."""
+    if not (isinstance(first, Rounded) and isinstance(second, Rounded)):
+        wide = jnp.promote_types(first.dtype, jnp.float32)
+        return jnp.tensordot(first, second, axes=((0, 1), (0, 1)), preferred_element_type=wide)
+    x, y = (a.values.reshape(-1, math.prod(a.values.shape[2:])) for a in (first, second))
+    if is_integer := jnp.issubdtype(x.dtype, jnp.integer):
+        # XLA for TPU multiplies integers of 8 bits as such only if the tokens of the first operand are stored together
+        x = with_layout_constraint(with_layout_constraint(x, ROW_MAJOR).T, ROW_MAJOR).T
+    dw = jnp.matmul(x.T, y, preferred_element_type=jnp.int32 if is_integer else jnp.float32)
+    scales = [a.scale.reshape(to) for a, to in ((first, (-1, 1)), (second, (1, -1))) if a.scale is not None]
+    return _scaled(dw, *scales).reshape(*first.values.shape[2:], *second.values.shape[2:])
 
 
 def in_eight_bits(rounding: Any, params: Any) -> Any:
@@ -180,10 +217,8 @@ def _forward(product: MatrixProduct, x: Array, w: EightBit, weight: Array | None
 
 def _backward(product: MatrixProduct, saved: tuple, dy: Array) -> tuple:
     x, w, trained = saved
-    dx = w.input_gradient(product, dy, x.shape[2:])
-    if trained is None:
-        return dx, None, None
-    return dx, None, *jax.linear_transpose(lambda w: product(x, w), w.values.astype(x.dtype))(dy)
+    dx, *pair = w.gradients(product, x, dy)
+    return dx, None, None if trained is None else product.weight_gradient(*pair).reshape(w.shape).astype(x.dtype)
 
 
 _multiply.defvjp(_forward, _backward)

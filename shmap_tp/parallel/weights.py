@@ -47,7 +47,7 @@ from jaxtyping import Int8 as Int8Array
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.collective_matmul import RingStep, ring_reduce_scatter
 from shmap_tp.parallel.collectives import reduce_scatter
-from shmap_tp.parallel.eight_bit import EightBit, rounded
+from shmap_tp.parallel.eight_bit import EightBit, Rounded, rounded, sum_over_tokens
 from shmap_tp.parallel.mesh import DP, DP_RING, ring_permutation, token_axes
 
 MIN_TOKENS_TO_OVERLAP = 16384
@@ -101,39 +101,42 @@ def _forward(multiply: Any, layout: WeightLayout, x: Array, full: Array | EightB
 def _backward(multiply: Any, layout: WeightLayout, saved: tuple, dy: Array) -> tuple:
     x, full, shard = saved
     if isinstance(full, EightBit):
-        dx = full.input_gradient(multiply, dy, x.shape[2:])
+        dx, x, dy = full.gradients(multiply, x, dy)
     else:
         (dx,) = jax.linear_transpose(lambda x: multiply(x, full), x)(dy)
     pair = (dy, x) if layout.outputs_first else (x, dy)
     if layout.outputs_first:
         dx = lax.optimization_barrier(dx)  # keeps the gradient of the norm before it out of this matmul
-    return dx, None, _ring_reduce_weight_gradient(*pair, layout.sharded).reshape(shard.shape)
+    return dx, None, _ring_reduce_weight_gradient(*pair, layout.sharded, shard.dtype).reshape(shard.shape)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _ring_reduce_weight_gradient(first: Array, second: Array, side: RingSide) -> Float[Array, "..."]:
-    """This device's rows, or columns, of first' @ second {+dp}, summed over dp."""
+def _ring_reduce_weight_gradient(
+    first: Array | Rounded, second: Array | Rounded, side: RingSide, dtype: DTypeLike
+) -> Float[Array, "..."]:
+    """This device's rows, or columns, of first' @ second {+dp}, summed over dp, in `dtype`."""
     rows, n = side == RingSide.rows, lax.axis_size(DP)
     sharded, full = (first, second) if rows else (second, first)
+    features = _values(full).shape[2:]
     # heads stay a dim of their own where the ring divides them: flattening would copy them all
-    sharded = _flatten_features(sharded) if sharded.shape[2] % n else sharded
-    size, rank = sharded.shape[2] // n, lax.axis_index(DP)
-    wide = jnp.promote_types(full.dtype, jnp.float32)
+    if _values(sharded).shape[2] % n:
+        sharded = jax.tree.map(_flatten_features, sharded)
+    size, rank = _values(sharded).shape[2] // n, lax.axis_index(DP)
+    waiting = math.prod(_values(sharded).shape[:2]) < MIN_TOKENS_TO_OVERLAP
 
     def term(step: RingStep) -> Array:
-        waiting = sharded.shape[0] * sharded.shape[1] < MIN_TOKENS_TO_OVERLAP
+        start = (rank + step.offset) % n * size
         operand = step.after_receive(sharded) if waiting else sharded
-        piece = lax.dynamic_slice_in_dim(operand, (rank + step.offset) % n * size, size, axis=2)
-        pair = (piece, full) if rows else (full, piece)
-        dw = jnp.tensordot(*pair, axes=((0, 1), (0, 1)), preferred_element_type=wide)
-        return dw.reshape(-1, *full.shape[2:]) if rows else dw.reshape(*full.shape[2:], -1)
+        piece = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, axis=2), operand)
+        dw = sum_over_tokens(*(piece, full) if rows else (full, piece))
+        return dw.reshape(-1, *features) if rows else dw.reshape(*features, -1)
 
     def send(partial_sum: Array, by: int) -> Array:
         return lax.ppermute(partial_sum, DP, ring_permutation(n, by))
 
-    dw = ring_reduce_scatter(term, n, full.dtype, send)
+    dw = ring_reduce_scatter(term, n, dtype, send)
     return _reduce_scatter_between_rings(dw, 0 if rows else dw.ndim - 1) if DP_RING in token_axes() else dw
 
 
@@ -145,6 +148,10 @@ def _reduce_scatter_between_rings(dw: Float[Array, "..."], dim: int) -> Float[Ar
     """
     shards = dw.reshape(*dw.shape[:dim], lax.axis_size(DP_RING), -1, *dw.shape[dim + 1 :])
     return reduce_scatter(shards, DP_RING, dim).squeeze(dim)
+
+
+def _values(x: Array | Rounded) -> Array:
+    return x.values if isinstance(x, Rounded) else x
 
 
 def _flatten_features(x: Float[Array, "B T ..."]) -> Float[Array, "B T features"]:

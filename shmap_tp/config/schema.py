@@ -10,7 +10,6 @@ FsdpGradients = StrEnum("FsdpGradients", ["reduce_scatter", "ring"])
 Block = StrEnum("Block", ["parallel", "sequential", "parallel_two_norms"])
 Norm = StrEnum("Norm", ["layernorm", "rmsnorm", "rmsnorm_unit_offset"])
 Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu", "clamped_swiglu"])
-GATED_MLPS = (Mlp.swiglu, Mlp.geglu, Mlp.clamped_swiglu)
 PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
 RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
 RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
@@ -179,10 +178,9 @@ class ModelConfig:
     rotary_pairing: RotaryPairing = key(unless="half", needs="model.positions=rotary")
     """For positions=rotary: which elements form a pair.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
     rotary_scaling: RotaryScaling = key(unless="none", needs="model.positions=rotary")
-    """For positions=rotary.  llama3: rates whose wavelength exceeds original_context / low_frequency_factor are divided
-    by the factor, those below original_context / high_frequency_factor stay, and between them it is interpolated.
-    linear: all are divided by the factor.  yarn: as llama3, but interpolated from a whole pair (yarn_unrounded: from a
-    fraction of one) to another, by number, and the rotated elements of q and k times rotary_amplitude."""
+    """For positions=rotary.  linear: rates are divided by the factor.  llama3: those whose wavelength exceeds
+    original_context / low_frequency_factor, not those below original_context / high_frequency_factor, interpolated
+    between.  yarn: so, between whole pairs (yarn_unrounded: fractions), by number, q and k times rotary_amplitude."""
     rotary_scaling_factor: float
     """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
     rotary_low_frequency_factor: float = key(least=0)
@@ -215,8 +213,7 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
     """What of a block is saved for its backward pass.  none: all.  full: its input.  attention_output: also that.
-    attention: also q, k, v and sublayer outputs.  mlp: input, sublayer outputs, and the MLP's gate and up.
-    attention_and_up: as attention, and up.  all_matmuls: all of these.  Gathered FSDP weights: by none."""
+    attention: also q, k, v, sublayer outputs.  mlp: input, sublayer outputs, gate, up.  all_matmuls: all of these."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     row_major: bool
@@ -236,9 +233,8 @@ class DataConfig:
     dir: str | None = key(schemes=("gs",))
     """Directory with train.bin, validation.bin and meta.json, or its URL, such as gs://bucket/data; null: `sources`."""
     sources: dict[str, Any]
-    """Several directories, by name, in place of `dir`: {name: {dir, weight, from_step}}.  The weights are the shares of
-    the sequences, and add up to 1: numbers such as 0.7, fractions such as 1/3, or one from each of several steps on,
-    {0: 0.7, 1000: 0.5}.  The first from_step steps leave the source out: the other weights then add up to 1."""
+    """Directories in place of `dir`: {name: {dir, weight, from_step}}.  The weights, shares of the sequences, add up to
+    1: 0.7, 1/3, or {0: 0.7, 1000: 0.5} by step; also in the first from_step steps, which leave that source out."""
     cache: str | None = key(schemes=())
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
@@ -363,6 +359,10 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only at the end, or when stopped; auto: the interval that loses least."""
     hours_between_failures: float | None = key(above=0, below=10**6)
     """For every=auto: mean hours between two failures or preemptions; null: learnt from the starts of the run."""
+    local_dir: str | None = key(schemes=())
+    """Directory of each host, a disk or ram disk, for checkpoints that are newer than those in `dir`; null: none."""
+    local_every: int = key(least=1)
+    """Steps between checkpoints in local_dir."""
     keep: int = key(least=2)
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = key(zero_is_null=True)

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from shmap_tp.config import schema
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.schema import AUTO, GATED_MLPS, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from shmap_tp.config.schema import AUTO, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from shmap_tp.config.sources import check_sources
 from shmap_tp.config.values import faults_of_values, padded_vocabulary
 from shmap_tp.errors import UserError, refuse_first, shown
 
+GATED_MLPS = (schema.Mlp.swiglu, schema.Mlp.geglu, schema.Mlp.clamped_swiglu)
 EXPERT_MATRICES = {"all", "mlp", "gate", "up", "down"}
 """Names in model.adapter.matrices that would be of matrices of experts."""
 

@@ -32,7 +32,9 @@ _calls: Counter[tuple[int, str]] = Counter()
 """How often each process has called with each name."""
 READ_SECONDS = 5.0
 """How long process 0 waits, before it ends with an error, until the others have read that error."""
-PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.cache", "data.name", "data.source"}
+PER_HOST = {"run.dir", "run.compilation_cache", "data.dir", "data.cache", "data.name", "data.source"} | {
+    "checkpoint.local_dir"
+}
 """Configuration keys that may differ between processes: paths on a host, also those of data.sources.  The
 contents of the data are compared.  Keys of `log` may differ, too: only process 0 logs."""
 

@@ -46,6 +46,7 @@ from shmap_tp.training.checkpoint_files import (
     saved_state,
 )
 from shmap_tp.training.integrity import MANIFEST, find_faults, hashes
+from shmap_tp.training.local_checkpoints import KEY, LocalCheckpoints, bytes_of_copies, difference
 from shmap_tp.training.step import State
 
 CHUNK_BYTES = 128 * 2**20
@@ -70,13 +71,16 @@ class Checkpoints:
         require_owner: Callable[[], None] = lambda: None,
         *,
         writes: bool = True,
+        local: LocalCheckpoints | None = None,
     ):
         """`report` receives one line for each checkpoint that is skipped or deleted, with the reason.
 
         With `writes` unfinished saves are removed, and `require_owner`, of the lock on the directory
         (`runtime/run_lock.py`), is called in process 0 before anything else is changed: it raises an error once another
-        run writes there.  Without `writes` nothing is changed, so a run may write there meanwhile.
+        run writes there.  Without `writes` nothing is changed, so a run may write there meanwhile.  `local` are the
+        checkpoints on the disks of the hosts, which are newer.
         """
+        self._local, self._is_local = local, False
         self._dir = absolute(config.dir)
         self._keep, self._keep_every = config.keep, config.keep_every
         self._report, self._writes, self._require_owner = report, writes, require_owner
@@ -113,15 +117,27 @@ class Checkpoints:
         `facts` are JSON values stored with the arrays; the last `skipped_in_a_row` steps up to this one were skipped.
         Raises the error of the previous save if that failed.
         """
-        self.wait()
+        self._wait_for_save()
         if jax.process_index() == 0:
             self._require_owner()
             if step in self.steps():  # the owner before this one has finished a save meanwhile
                 self._set_aside(step)
-        copied = _copied(state) if on_process_0("room for a copy", lambda: self._has_room(state)) else state
-        with self._writing(step), _saving_options(is_copy=copied is not state):
+        is_shared = not skipped_in_a_row and self.is_due_locally(step)
+        copied = self._copy_with_room(state, whole=is_shared)
+        if is_shared:
+            self._local.save(step, copied, facts, is_copy=copied is not state)
+        with self._writing(step), _saving_options(is_copy=copied is not state, whole=is_shared):
             written = ocp.save_checkpointables_async(self._dir / str(step), {"state": copied}, custom_metadata=facts)
         self._saving = self._background.submit(self._complete, step, written, skipped_in_a_row)
+
+    def is_due_locally(self, step: int) -> bool:
+        """Whether to call `save_locally`, or `save`, which does it too, after `step`."""
+        return self._local is not None and self._local.is_due(step)
+
+    def save_locally(self, step: int, state: State, facts: dict[str, Any]) -> None:
+        """Start to save on the disks of the hosts alone; returns as `save` does."""
+        copied = self._copy_with_room(state, whole=True)
+        self._local.save(step, copied, facts, is_copy=copied is not state)
 
     def delays(self, step: int, patience: float | None) -> bool:
         """Whether the save before that of `step` takes longer than `patience` still, the same on all processes.
@@ -139,22 +155,45 @@ class Checkpoints:
     def raise_failure(self) -> None:
         """Raise the error of the save in progress, if it has failed."""
         if self._saving and self._saving.done():
-            self.wait()
+            self._wait_for_save()
 
     def wait(self) -> None:
-        """Wait until the save in progress is complete.  Raises its error if it failed."""
+        """Wait until the saves in progress are complete.  Raises the error of one that failed."""
+        if self._local:
+            self._local.wait()
+        self._wait_for_save()
+
+    def _wait_for_save(self) -> None:
         saving, self._saving = self._saving, None
         if saving:
             saving.result()
 
     def newest_intact(self) -> int | None:
-        """Step of the newest checkpoint whose files all match their hashes, the same on all processes; None if none."""
+        """Step of the newest checkpoint whose bits all match their hashes, the same on all processes; None if none.
+
+        The hosts' own is taken before one of the same step in `dir`.
+        """
+        local = self.newest_local
         for step in on_process_0("steps", self.steps):
+            if local is not None and step <= local:
+                break
             if (fault := self._fault(step)) is None:
+                if local is not None:
+                    self._report(f"the local checkpoint of step {local} is older than {self.place(step)}/{step}")
                 return step
             if self._writes or not is_in_progress(self._dir / str(step)):
                 self._report(f"checkpoint {self._dir / str(step)} is skipped: {fault}")
-        return None
+        self._is_local = local is not None
+        return local
+
+    @functools.cached_property
+    def newest_local(self) -> int | None:
+        """Step of the newest checkpoint on the disks of the hosts."""
+        return self._local.newest() if self._local else None
+
+    def place(self, step: int) -> str:
+        """Where the checkpoint is that `newest_intact` has found, in words."""
+        return f"{KEY} of the hosts" if self._is_local and step == self.newest_local else str(self._dir)
 
     def first_save_unfinished(self) -> bool:
         """Whether the only checkpoint has no hashes: the state of a directory after a kill during the first save."""
@@ -164,7 +203,7 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """Rename the checkpoints after `step`, which are damaged or unfinished: the run will save those steps again."""
         for newer in self.steps() if jax.process_index() == 0 else []:
-            if newer > step:
+            if newer > step or (newer == step and not (self._dir / str(newer) / MANIFEST).exists()):
                 self._set_aside(newer)
 
     def _set_aside(self, step: int) -> None:
@@ -177,6 +216,8 @@ class Checkpoints:
 
     def facts(self, step: int) -> Any:
         """The `facts` that were saved with the state, unless someone edited them.  Raises `StorageError`."""
+        if self._is_local and step == self.newest_local:
+            return self._local.facts()
         return read_facts(self._dir / str(step))
 
     def restore(self, step: int, shapes: State) -> State:
@@ -186,18 +227,19 @@ class Checkpoints:
         Raises `UserError` if names, shapes or dtypes differ (Orbax would cast a dtype silently), `StorageError` if the
         files cannot be read.
         """
+        if self._is_local and step == self.newest_local:
+            return self._local.restore(shapes)
         directory = self._dir / str(step)
         saved = types_by_path(saved_state(directory))
         requested = {field: getattr(shapes, field) for field in vars(shapes)}
         if not any(name.startswith("guard/") for name in saved):
             del requested["guard"]
         wanted = types_by_path(requested)
-        for name in sorted(saved.keys() | wanted.keys()):
-            if saved.get(name) != wanted.get(name):
-                raise UserError(
-                    f"checkpoint {directory} has {name} as {saved.get(name)}, this run needs {wanted.get(name)};\n"
-                    f"resume with the version of shmap_tp that saved it, or start another run with run.dir=..."
-                )
+        if fault := difference(saved, wanted):
+            raise UserError(
+                f"checkpoint {directory} has {fault};\n"
+                f"resume with the version of shmap_tp that saved it, or start another run with run.dir=..."
+            )
         initial = jax.jit(
             initial_bad_step_state, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes.guard)
         )()
@@ -241,6 +283,10 @@ class Checkpoints:
                 self._require_owner()  # another run has removed what this one was writing
                 raise
 
+    def _copy_with_room(self, state: State, *, whole: bool) -> State:
+        """A copy of `state` (`_copied`), or where the devices have no room for it, `state` itself."""
+        return _copied(state, whole) if on_process_0("room for a copy", lambda: self._has_room(state)) else state
+
     def _has_room(self, state: State) -> bool:
         """Whether each device of this process has the memory of a copy beside the most that it has used without one.
 
@@ -248,6 +294,8 @@ class Checkpoints:
         copy takes what copying to the host would.
         """
         needed = sum(_shard_bytes(array, _sharding_of_copy(array)) for array in jax.tree.leaves(state))
+        if self._local:  # another copy, with all replicas, may be there at the same time
+            needed += sum(bytes_of_copies(array) for array in jax.tree.leaves(state))
         memory = {device: found for device in jax.local_devices() if (found := device.memory_stats())}
         peaks, is_first = self._peaks or {}, self._peaks is None
         self._peaks = {}
@@ -272,14 +320,16 @@ class Checkpoints:
         return next(iter(find_faults(self._dir / str(step))), None)
 
 
-def _copied(state: State) -> State:
-    """A copy of `state` on the same devices, sharded as far as its axes allow: each device has what it writes.
+def _copied(state: State, whole: bool = False) -> State:
+    """A copy of `state` on the same devices, sharded as far as its axes allow: each device has what it writes.  A
+    `whole` one has the shards and replicas of `state`.
 
     One program, which runs between two steps; `state` may be donated as soon as it is dispatched.
     Communication: none.
     """
     arrays, structure = jax.tree.flatten(state)
-    return jax.tree.unflatten(structure, _copy(tuple(map(_sharding_of_copy, arrays)))(arrays))
+    shardings = tuple(array.sharding if whole else _sharding_of_copy(array) for array in arrays)
+    return jax.tree.unflatten(structure, _copy(shardings)(arrays))
 
 
 @functools.lru_cache(16)
@@ -305,9 +355,9 @@ def _shard_bytes(array: jax.Array, sharding: NamedSharding) -> int:
     return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def _saving_options(*, is_copy: bool) -> ocp.Context:
+def _saving_options(*, is_copy: bool, whole: bool) -> ocp.Context:
     """Arrays are stored in chunks.  A copy of the state is read in the background, each shard by one process; otherwise
-    the caller waits until it is on the host, and replicas read a part of it each.
+    the caller waits until it is on the host.  Replicas, which a `whole` copy has, read a part each.
 
     Directories are created first: Orbax's default is a background thread; if that fails, its other threads wait for the
     directories for 300 s.
@@ -315,7 +365,7 @@ def _saving_options(*, is_copy: bool) -> ocp.Context:
     context = ocp.Context()
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     context.asynchronous.create_directories_asynchronously = False
-    context.array.saving.use_replica_parallel = not is_copy
+    context.array.saving.use_replica_parallel = whole or not is_copy
     if is_copy:
         context.memory.transfer_concurrent_bytes = sys.maxsize  # None would make Orbax ignore the next line
         context.memory.is_prioritized_key_fn = lambda _: False

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ def hashes(directory: epath.Path) -> dict[str, str | None]:
 
     def hash_of(name: str, is_file: bool) -> str | None:
         with suppress(FileNotFoundError):  # deleted meanwhile
-            return _sha256(directory / name) if is_file else None
+            return file_hash(directory / name) if is_file else None
 
     def work(files: dict[str, bool]) -> dict[str, str | None]:
         with _read_errors(directory), ThreadPoolExecutor(HASHING_THREADS) as threads:
@@ -143,7 +144,8 @@ def _read_errors(directory: epath.Path) -> Iterator[None]:
         raise StorageError(unreadable(directory, error)) from error
 
 
-def _sha256(file: epath.Path) -> str:
+def file_hash(file: epath.Path | Path) -> str:
+    """sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):

@@ -19,7 +19,6 @@ from shmap_tp.runtime.distributed import Coordinator
 from shmap_tp.runtime.exit_codes import STOPPED, STOPPED_EARLY
 from shmap_tp.runtime.shutdown import StopRequest
 from shmap_tp.runtime.workers import in_background, result_of
-from shmap_tp.training.bad_steps import BadStepMonitor
 from shmap_tp.training.evaluation import Evaluation, mixed
 from shmap_tp.training.goodput import Profile, TimeCategory
 from shmap_tp.training.metrics import Recorder
@@ -59,8 +58,7 @@ def train(
 def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | None) -> int:
     """Train on from `state`: the state saved at `saved_step`, or a new state if that is None."""
     config, clock, step, texts = run.config, run.clock, saved_step or 0, None
-    where = f"{config.data.dir}/train.bin" if config.data.dir else "data.sources"
-    monitor = BadStepMonitor(config.guard, run.batches.sequences, where, int(state.guard.in_a_row))
+    monitor = run.make_monitor(int(state.guard.in_a_row))
     with Recorder(config, step, enabled=jax.process_index() == 0) as recorder:
         meter = run.make_meter(lambda line: recorder.train(line | monitor.update(line) | clock.step_fields(line)))
 
@@ -108,6 +106,9 @@ def _train_from(run: Run, compiled_step: Any, state: State, saved_step: int | No
                     with pause(TimeCategory.checkpoint):
                         if schedule.save(step, partial(run.save, step, state, 0), monitor.in_a_row):
                             saved_step = step
+                if saved_step != step and run.checkpoints.is_due_locally(step):
+                    with pause(TimeCategory.checkpoint):
+                        run.save_locally(step, state, monitor.in_a_row)
 
         with pause(TimeCategory.checkpoint):
             if saved_step != step:

@@ -60,19 +60,19 @@ def find_start(
     can be resumed, or if the checkpoint is of a run with another model, components or data order.
     """
     directory, resume = config.checkpoint.dir, config.checkpoint.resume
-    steps = checkpoints.steps()
-    if resume == Resume.never and steps:
+    steps, local = checkpoints.steps(), checkpoints.newest_local
+    if resume == Resume.never and (steps or local):
         raise UserError(
-            f"{directory} has checkpoints of this run up to step {steps[0]}; resume it with --resume, "
+            f"{directory} has checkpoints of this run up to step {max([*steps, local or 0])}; resume it with --resume, "
             f"or start another run with run.dir=..."
         )
-    if resume == Resume.must and not steps:
+    if resume == Resume.must and not (steps or local):
         raise UserError(
             f"checkpoint.resume=must (--resume): no checkpoint in {directory}; leave it out to start a new run there "
             f"(checkpoint.resume=never), or name the run with run.dir=..."
         )
     first_save_unfinished = checkpoints.first_save_unfinished()
-    step = checkpoints.newest_intact() if steps else None
+    step = checkpoints.newest_intact() if steps or local else None
     if step is None:
         if steps and not (resume == Resume.if_present and first_save_unfinished):
             raise UserError(
@@ -114,14 +114,14 @@ def restore_or_initialize(
         require_same_base(base, facts[BASE], config.checkpoint.dir)
         _, frozen = split_factors(load_parameters(config, functions.shapes.params))
         state = replace(state, params=eqx.combine(state.params, frozen))
-    _announce(step, facts, config.checkpoint.dir)
+    _announce(step, facts, config.checkpoint.dir, checkpoints.place(step))
     return state
 
 
-def _announce(step: int, facts: dict[str, Any], directory: str) -> None:
+def _announce(step: int, facts: dict[str, Any], directory: str, place: str) -> None:
     """Print where the run goes on, and what is not as it was."""
     mesh = ", ".join(named_sizes(facts["mesh"]))
-    print_on_process_0(f"resuming from step {step} of {directory}, saved on mesh {mesh}")
+    print_on_process_0(f"resuming from step {step} of {place}, saved on mesh {mesh}")
     if "order" not in facts["data"]:
         print_on_process_0(
             f"checkpoint {directory}/{step} was saved by a version that shuffled otherwise: in the epoch of that "

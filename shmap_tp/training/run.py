@@ -37,6 +37,7 @@ from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.environment import compute_dtype
 from shmap_tp.training.goodput import Profile, TimeCategory, WallClock
 from shmap_tp.training.integrity import ReplicaCheck
+from shmap_tp.training.local_checkpoints import LocalCheckpoints
 from shmap_tp.training.metrics import Meter, check_weights_and_biases, format_samples
 from shmap_tp.training.optimizer import describe_schedule
 from shmap_tp.training.replay import Replay
@@ -137,6 +138,11 @@ class Run:
     def replay(self) -> Replay:
         return Replay(self.compile(self.functions.replay), self.functions.tokens.sharding.mesh)
 
+    def make_monitor(self, skipped_in_a_row: int) -> BadStepMonitor:
+        """What counts skipped steps, after so many in a row, and says what they read."""
+        where = f"{self.config.data.dir}/train.bin" if self.config.data.dir else "data.sources"
+        return BadStepMonitor(self.config.guard, self.batches.sequences, where, skipped_in_a_row)
+
     def make_meter(self, record: Callable[[dict[str, Any]], None]) -> Meter:
         """A meter that computes MFU from this machine's peak; prints the formula, or why there is none."""
         model, peak, flops = self.config.model, machine_peak(jax.devices()), 0
@@ -156,8 +162,15 @@ class Run:
     def save(self, step: int, state: State, skipped_in_a_row: int) -> None:
         """Start to save the checkpoint of `step`: with adapters without the frozen parameters, if these can be read
         again."""
-        saved = state if self._base is None else without_base(state)
-        self.checkpoints.save(step, saved, self._facts, skipped_in_a_row)
+        self.checkpoints.save(step, self._saved(state), self._facts, skipped_in_a_row)
+
+    def save_locally(self, step: int, state: State, skipped_in_a_row: int) -> None:
+        """Start to save the same on the disks of the hosts, but not after skipped steps."""
+        if not skipped_in_a_row:
+            self.checkpoints.save_locally(step, self._saved(state), self._facts)
+
+    def _saved(self, state: State) -> State:
+        return state if self._base is None else without_base(state)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
@@ -203,7 +216,12 @@ def open_run(
             environment.require_host_memory(functions.shapes)
             batches = Batches(config, functions.tokens)
             require_agreement("data", data_facts(batches.identity))
-            saved = Checkpoints(config.checkpoint, print_on_process_0, require_owner)
+            local = None
+            if config.checkpoint.local_dir is not None:
+                has_base = config.model.adapter.rank and components.identify_parameters
+                shapes = without_base(functions.shapes) if has_base else functions.shapes
+                local = LocalCheckpoints(config.checkpoint, shapes, print_on_process_0)
+            saved = Checkpoints(config.checkpoint, print_on_process_0, require_owner, local=local)
             with watch_preemption(stop.stop_event), saved as checkpoints:
                 text = _text_tools(config, mesh, batches, components, make_sampler)
                 replicas = ReplicaCheck(functions.shapes)

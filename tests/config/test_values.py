@@ -140,4 +140,4 @@ def test_only_data_checkpoints_and_compiled_programs_can_be_in_a_bucket():
 
 
 def test_every_directory_of_the_schema_is_checked():
-    assert {key for key in RULES if key.endswith((".dir", "cache"))} == SCHEMES.keys()
+    assert {key for key in RULES if key.endswith((".dir", "_dir", "cache"))} == SCHEMES.keys()

@@ -22,9 +22,12 @@ def random_state(functions: StepFunctions, seed: int) -> State:
     return jax.tree.map(leaf, functions.shapes)
 
 
-def checkpoint_config(directory: Path, *, keep: int = 3, keep_every: int | None = None) -> CheckpointConfig:
+def checkpoint_config(
+    directory: Path, *, keep: int = 3, keep_every: int | None = None, local_dir: str | None = None
+) -> CheckpointConfig:
     """Save every step to `directory`."""
     more = {"hours_between_failures": None, "keep": keep, "keep_every": keep_every, "resume": Resume.never}
+    more |= {"local_dir": local_dir, "local_every": 1}
     return CheckpointConfig(str(directory), every=1, **more)
 
 

@@ -8,7 +8,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from shmap_tp.config.schema import (
-    GATED_MLPS,
     AttentionKernel,
     Block,
     LayerKind,
@@ -17,6 +16,7 @@ from shmap_tp.config.schema import (
     PositionKind,
     Remat,
 )
+from shmap_tp.config.validate import GATED_MLPS
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.model.flops import (
     UncountedError,

@@ -31,7 +31,7 @@ def test_a_file_that_cannot_be_read_ends_the_run_and_changes_nothing(pair_copy, 
         raise OSError(number, os.strerror(number))
 
     before = file_contents(pair_copy)
-    monkeypatch.setattr(integrity, "_sha256", unreadable)
+    monkeypatch.setattr(integrity, "file_hash", unreadable)
     refused = pytest.raises(StorageError, match=f"cannot be read: {os.strerror(number)}; nothing was changed")
     with Checkpoints(checkpoint_config(pair_copy), messages.append) as checkpoints, refused as error:
         checkpoints.newest_intact()

@@ -180,7 +180,7 @@ def test_a_file_that_one_of_several_processes_cannot_read_is_an_error_of_all(of_
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return ""
 
-    monkeypatch.setattr(integrity, "_sha256", unreadable)
+    monkeypatch.setattr(integrity, "file_hash", unreadable)
     raised = in_processes(monkeypatch, 4, lambda process: find_faults(epath.Path(of_eight)))
     assert [str(error) for error in raised] == [str(raised[0])] * 4
     assert "/7 cannot be read: Permission denied; nothing was changed" in str(raised[0])

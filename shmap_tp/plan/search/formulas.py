@@ -31,7 +31,6 @@ import jax.numpy as jnp
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
 from shmap_tp.config.schema import (
-    GATED_MLPS,
     AttentionKernel,
     Block,
     Config,
@@ -42,6 +41,7 @@ from shmap_tp.config.schema import (
     SavedActivation,
     TensorParallelMode,
 )
+from shmap_tp.config.validate import GATED_MLPS
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.hardware.devices import generation
 from shmap_tp.layers.attention_selection import kernel_name, select_attention

@@ -10,6 +10,7 @@ From each start to the next event passes a random time, exponentially distribute
     disk      from now on no file of the run can grow, as on a full disk: the run has to end by itself
     damage    SIGKILL of all, and one bit of the newest checkpoint is flipped
     slow      for some seconds each read of the bucket takes a second longer; the run goes on
+    host      with --local: SIGKILL of all, and the local checkpoints of one host are gone
 
 After each the run is started again, on another mesh and with another number of processes.  A step takes --step seconds
 at least, as if the devices were busy: emulated devices take a few milliseconds.
@@ -21,10 +22,12 @@ repeated, or if losses or parameters differ by more than 1e-5 (with --same-mesh:
 """
 
 import argparse
+import json
 import math
 import os
 import re
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -56,7 +59,7 @@ MESHES = [(2, 4, 1), (4, 2, 1), (8, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 1), (2, 
 """(dp, mp, processes)"""
 EVENTS = {"kill": 8, "notice": 6, "disk": 2, "damage": 1, "slow": 3}
 """How often each happens, relative to the others."""
-LOSING = {"kill", "disk", "damage"}
+LOSING = {"kill", "disk", "damage", "host"}
 """The events after which steps since the last save are lost."""
 LIMIT = 60
 """Seconds within which all processes must end after an event."""
@@ -138,7 +141,9 @@ class Preemptions(Soak):
         self.starts: list[Start] = []
         self.damaged: dict[int, float] = {}
         self.slowed = 0
-        self.settings = overrides(self.directory, *SETTINGS, f"checkpoint.every={given.every}")
+        self.events = EVENTS | ({"host": 3} if given.local else {})
+        local = [f"checkpoint.local_every={given.local}"] if given.local else []
+        self.settings = overrides(self.directory, *SETTINGS, f"checkpoint.every={given.every}", *local)
         complete_meta(self.directory / "data")
 
     def intact(self) -> list[int]:
@@ -147,10 +152,23 @@ class Preemptions(Soak):
         written = {int(file.parent.name): file.stat().st_mtime for file in manifests if file.parent.name.isdecimal()}
         return sorted((step for step, at in written.items() if at > self.damaged.get(step, 0)), reverse=True)
 
+    def newest(self, processes: int) -> int:
+        """The newest step that these processes can restore, from the bucket or from their hosts; 0 if none."""
+        held: dict[str, dict[tuple, int]] = {}
+        for host in range(processes):
+            for file in (self.directory / f"host-{host}").glob(f"run-*/*/{MANIFEST}"):
+                saved = json.loads(file.read_text().partition("\n")[2])
+                of = held.setdefault(file.parent.name.rpartition("-")[0], {})
+                for name, ranges, _ in saved["shards"]:
+                    of[name, str(ranges)] = math.prod(end - first for first, end in ranges)
+        whole = max((sum(of.values()) for of in held.values()), default=0)
+        local = [int(name.partition("-")[0]) for name, of in held.items() if sum(of.values()) == whole]
+        return max([0, *self.intact()[:1], *local])
+
     def start(self, until: float) -> None:
         """Start on a random mesh, wait for the next event, let it happen, and check what is left."""
         dp, mp, processes = self.random.choice(self.shapes)
-        before, (last_before, _) = (self.intact() or [0])[0], self.trained_since(0)
+        before, (last_before, _) = self.newest(processes), self.trained_since(0)
         meshes = [f"mesh.dp={dp}", f"mesh.mp={mp}", f"data.dir=gs://{self.directory.name}/data", "data.cache=null"]
         with killed_at_the_end(self.processes(processes, *self.settings, *meshes)) as started:
             print(f"{len(self.starts) + 1:4}  {processes} on ({dp}, {mp}) from step {before}: ", end="", flush=True)
@@ -162,7 +180,9 @@ class Preemptions(Soak):
         last, here.first_step = self.trained_since(here.begin)
         if here.event.startswith("damage") and len(steps := self.intact()) > 1:
             self.damage(steps[0])
-        saved = (self.intact() or [0])[0]
+        if here.event == "host":
+            shutil.rmtree(self.directory / f"host-{self.random.randrange(processes)}", ignore_errors=True)
+        saved = self.newest(processes)
         here.lost = max(last, last_before) - saved if here.first_step else 0
         self.starts.append(here)
         print(f"{codes} in {here.ended - here.signalled:.1f} s, trained to {last}, saved {saved}", flush=True)
@@ -181,6 +201,8 @@ class Preemptions(Soak):
         address = f"localhost:{free_port()}"
         together = ["--coordinator", address, "--processes", str(count), "--process-id"] if count > 1 else []
         each = [[*given, *together, str(number)] if together else given for number in range(count)]
+        if self.given.local:
+            each = [[*one, f"checkpoint.local_dir={self.directory / f'host-{n}'}"] for n, one in enumerate(each)]
         return [start_python(*one, **environment) for one in each]
 
     def finish(self, last: int, *settings: str) -> None:
@@ -196,7 +218,7 @@ class Preemptions(Soak):
             if time.time() >= until:
                 kind, targets = "notice", started
             else:
-                kind = self.random.choices([*EVENTS], [*EVENTS.values()])[0]
+                kind = self.random.choices([*self.events], [*self.events.values()])[0]
                 targets = self.random.choice([started, [self.random.choice(started)]])
             if any(process.poll() is not None for process in started):
                 return "it ended by itself", time.time()
@@ -206,7 +228,7 @@ class Preemptions(Soak):
             (slow := self.directory.parent / "slow").touch()
             wait(SLOW_SECONDS, started)
             slow.unlink()
-        for process in started if kind in ("disk", "damage") else targets:
+        for process in started if kind in ("disk", "damage", "host") else targets:
             if kind == "disk":
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (0, 0))
             else:
@@ -255,7 +277,7 @@ class Preemptions(Soak):
         expected = {STOPPED, LostProcessError.exit_code, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGKILL}
         assert {*codes} <= expected | ({UserError.exit_code} if here.event == "disk" else set()), text
         assert here.event != "it ended by itself", text
-        assert here.event == "damage" or saved >= before, "a complete checkpoint was lost"
+        assert here.event in ("damage", "host") or saved >= before, "a complete checkpoint was lost"
         if before and (resumed := re.search(r"resuming from step (\d+)", outputs[0][0])):
             assert int(resumed[1]) == before, text
         if here.event.startswith("notice") and here.first_step:
@@ -329,6 +351,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--notice", type=float, default=30, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--step", type=float, default=0.05, help="seconds that a step takes at least")
     parser.add_argument("--every", default="30", help="checkpoint.every")
+    parser.add_argument("--local", type=int, default=0, help="checkpoint.local_every; 0: no local checkpoints")
     parser.add_argument("--same-mesh", action="store_true", help="always mesh (2, 4); the result is then bitwise equal")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
@@ -342,7 +365,7 @@ def main(argv: list[str] | None = None) -> None:
         run.finish(last)
         uninterrupted = Soak(Path(directory) / "uninterrupted", given.seed, same_mesh=True)
         overrides(uninterrupted.directory)  # writes the same tokens
-        given.step = 0
+        given.step = given.local = 0
         run.finish(last, *overrides(uninterrupted.directory, *SETTINGS, "checkpoint.every=0"))
         compare(run, uninterrupted, last, given.same_mesh)
         assert not run.left(), f"processes are left: {run.left()}"

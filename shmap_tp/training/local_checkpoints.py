@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,9 +98,9 @@ class LocalCheckpoints:
                     place = name, ranges_of(shard.index, array.shape)
                     if place not in shards:
                         shards[place] = shard.data if is_copy else np.array(shard.data)
-        lists = {"types": types_by_path(state), "facts": facts}
+        lists, listed = {"types": types_by_path(state), "facts": facts}, [*shards.items()]
         self.wait()
-        self._saving = in_background(lambda: self._write(Save(step, self._start), lists, [*shards.items()]))
+        self._saving = in_background(lambda: self._write(Save(step, self._start), lists, listed))
 
     def wait(self) -> None:
         """Wait until all processes have written the save in progress."""
@@ -133,20 +134,21 @@ class LocalCheckpoints:
 
         Raises StorageError if a file can no longer be read.
         """
-        files, sent = self._files[self._kept], 0
+
+        def read(name: str, dtype: Any, block: Ranges) -> np.ndarray:
+            return np.fromfile(self._files[self._kept][name, block], dtype).reshape(sizes_of(block))
+
         try:
-            arrays = []
-            for name, leaf in leaves_by_path(shapes).items():
-
-                def read(block: Ranges, name: str = name, dtype: Any = leaf.dtype) -> np.ndarray:
-                    return np.fromfile(files[name, block], dtype).reshape(sizes_of(block))
-
-                array, bytes_sent = assembled(leaf, self._holders[name], read)
-                arrays.append(array)
-                sent += bytes_sent
+            arrays, sent = zip(
+                *(
+                    assembled(leaf, self._holders[name], partial(read, name, leaf.dtype))
+                    for name, leaf in leaves_by_path(shapes).items()
+                ),
+                strict=True,
+            )
         except OSError as error:
             raise StorageError(f"a local checkpoint cannot be read: {first_line(error)}; start again") from error
-        self._report(f"{sent / 1e6:,.1f} MB of local checkpoints were sent to hosts that did not have them")
+        self._report(f"{sum(sent) / 1e6:,.1f} MB of local checkpoints were sent to hosts that did not have them")
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     def _open(self) -> tuple[str, str]:
@@ -179,12 +181,12 @@ class LocalCheckpoints:
 
         def write(number: int) -> list[Any]:
             (place, data), shards[number] = shards[number], None
-            content = np.ascontiguousarray(data).tobytes()
+            content = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
             (directory / str(number)).write_bytes(content)
             return [*place, sha256(content).hexdigest()]
 
         try:
-            directory.mkdir()
+            directory.mkdir(parents=True)
             with ThreadPoolExecutor(HASHING_THREADS) as threads:
                 text = json.dumps(lists | {"shards": [*threads.map(write, range(len(shards)))]})
             write_atomically(directory / MANIFEST, f"{sha256(text.encode()).hexdigest()}\n{text}")
@@ -225,7 +227,7 @@ class LocalCheckpoints:
                         faults.append(f"{file} ({name}) differs from its hash")
                 self._facts[save] = lists["facts"]
                 offered.append((save, lists["types"], good))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, TypeError, KeyError) as error:
                 if (directory / MANIFEST).exists():  # else it was not finished
                     faults.append(f"{directory / MANIFEST}: {first_line(error)}")
         return offered, _first(faults)

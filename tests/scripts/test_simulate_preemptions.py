@@ -33,7 +33,7 @@ def test_the_optimum_is_the_most_that_random_events_leave(rate, losing, save):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--seed", "3"], ["--seed", "4", "--same-mesh"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--seed", "3", "--local", "2"], ["--seed", "4", "--same-mesh"]], ids=" ".join)
 def test_a_run_among_preemptions_loses_nothing_and_equals_the_uninterrupted_one(arguments):
     given = ["--minutes", "1.5", "--mean", "15", "--step", "0.2", "--every", "5", *arguments]
     done = subprocess.run([sys.executable, SCRIPT, *given], cwd=ROOT, capture_output=True, text=True)

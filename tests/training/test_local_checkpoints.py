@@ -77,6 +77,17 @@ def test_a_local_checkpoint_is_restored_bit_for_bit_on_another_mesh_with_its_fac
         assert bits(checkpoints.restore(2, functions(8, 1).shapes)) == expected
 
 
+def test_an_unfinished_checkpoint_of_the_step_that_is_restored_locally_is_set_aside(opened, functions, tmp_path):
+    """It would count among those that are kept."""
+    with opened() as checkpoints:
+        checkpoints.save(1, random_state(functions(2, 4), seed=1), FACTS)
+        checkpoints.wait()
+        (tmp_path / "ck" / "1" / MANIFEST).unlink()
+    with opened() as checkpoints:
+        checkpoints.set_aside_after(checkpoints.newest_intact())
+        assert checkpoints.steps() == [] and (tmp_path / "ck" / "1.damaged-1").exists()
+
+
 @pytest.mark.parametrize("has_room", [True, False], ids=["copied on the devices", "copied to the host"])
 def test_one_copy_of_the_state_serves_both_saves_of_a_step(opened, functions, tmp_path, monkeypatch, has_room):
     monkeypatch.setattr(Checkpoints, "_has_room", lambda self, state: has_room)

@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from shmap_tp.config.schema import Config, MatmulPrecision, ModelConfig, Precision
+from shmap_tp.config.schema import Config, ModelConfig, Precision
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.grouped_matmul import select_grouped_matmul
 from shmap_tp.model.blocks import MakeMlp
 from shmap_tp.model.transformer import Execution, MakeBlock, Transformer
-from shmap_tp.parallel.eight_bit import FORMATS, EightBit, rounded
+from shmap_tp.parallel.eight_bit import EightBit, Format, rounded, select_format
 from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import axis_sizes, spec_axes
 from shmap_tp.parallel.partitioning import (
@@ -139,11 +139,11 @@ def held_in(shapes: Transformer, dtype: DTypeLike, *, int8: bool = False) -> Tra
     return jax.tree_util.tree_map_with_path(held, shapes)
 
 
-def eight_bit_weights(model: Any, stored: Any, trained: Any, precision: MatmulPrecision) -> Any:
+def eight_bit_weights(model: Any, stored: Any, trained: Any, to: Format | None) -> Any:
     """A tree like the parameters (arrays or shapes): for each sharded matrix that a linear layer multiplies with, a
-    function that rounds it to eight bits, as this device stores it, and None for the rest; None alone where nothing is
-    multiplied in eight bits.  `stored` are the PartitionSpecs, and `trained` says which are."""
-    if precision not in FORMATS:
+    function that rounds it to eight bits, as this device stores it, and None for the rest; None alone if `to` is None.
+    `stored` are the PartitionSpecs, and `trained` says which are."""
+    if to is None:
         return None
 
     def of(path: tuple, leaf: Any, spec: P, is_trained: bool) -> Callable[[Array], EightBit] | None:
@@ -153,8 +153,8 @@ def eight_bit_weights(model: Any, stored: Any, trained: Any, precision: MatmulPr
         axes = tuple(axis for dim in declared.inputs for axis in spec_axes(spec[dim]))
 
         def round_weight(w: Array) -> EightBit:
-            values, scale = rounded(lax.stop_gradient(w), declared.inputs, FORMATS[precision].values, axes)
-            return EightBit(values, scale, w if is_trained else None, precision, declared.inputs)
+            values, scale = rounded(lax.stop_gradient(w), declared.inputs, to.values, axes)
+            return EightBit(values, scale, w if is_trained else None, to, declared.inputs)
 
         return round_weight
 
@@ -230,7 +230,9 @@ def shard_model(
             f"give run.components=null to leave them out"
         )
     assert dict(mesh.shape) == axis_sizes(config.mesh), f"{mesh.shape} is not a mesh of {config.mesh}"
-    attend = select_attention(config.model, mesh.devices.flat[0], dtype, isolated, config.mesh.cp)
+    device = mesh.devices.flat[0]
+    attend = select_attention(config.model, device, dtype, isolated, config.mesh.cp)
+    to = select_format(config.train.matmul_precision, device)
 
     def make() -> Transformer:
         made = components.make(config.model, attend, jax.random.key(config.run.seed))
@@ -249,8 +251,8 @@ def shard_model(
             components.tensor_parallel or TENSOR_PARALLEL[config.mesh.tensor_parallel],
             dtype,
             placed.placements,
-            select_grouped_matmul(mesh.devices.flat[0]),
-            eight_bit_weights(shapes, placed.stored, trained, config.train.matmul_precision),
+            select_grouped_matmul(device),
+            eight_bit_weights(shapes, placed.stored, trained, to),
         ),
         attention=attend,
         trained=trained,

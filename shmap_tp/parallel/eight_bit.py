@@ -38,6 +38,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from shmap_tp.config.schema import MatmulPrecision
+from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.parallel.collectives import all_gather, mark_varying, reduce_scatter, varying_axes
 
 
@@ -50,6 +51,9 @@ class Format(NamedTuple):
     """The dtype of gradients of activations."""
     sums: Any
     """The dtype that products are accumulated in."""
+    transposed: bool = False
+    """Whether devices multiply in eight bits only where the first operand is stored with the dim that is summed over as
+    its last: for sums over tokens it is transposed before."""
 
 
 FORMATS = {
@@ -58,15 +62,23 @@ FORMATS = {
 }
 
 
+def select_format(precision: MatmulPrecision, device: Device) -> Format | None:
+    """The one for devices like `device`; None where nothing is multiplied in eight bits."""
+    made = generation(device.device_kind)
+    transposed = made is not None and made.platform in ("v5e", "v5")  # libtpu 0.0.42 (docs/performance-notes.md)
+    return FORMATS[precision]._replace(transposed=transposed) if precision in FORMATS else None
+
+
 ROW_MAJOR = Layout(major_to_minor=(0, 1))
 
 
-class Rounded(NamedTuple):
+class Rounded(eqx.Module):
     """x ~ values x scale."""
 
     values: Shaped[Array, "B T *F"]
     scale: Float[Array, "1 1 *F"] | None
     """None: 1."""
+    to: Format = eqx.field(static=True)
 
 
 @runtime_checkable
@@ -92,7 +104,7 @@ class EightBit(eqx.Module):
     """float32; of the dims of the inputs 1 element."""
     weight: Float[Array, "..."] | None
     """Takes the gradient; its values are not read.  None: the weight is frozen."""
-    precision: MatmulPrecision = eqx.field(static=True)
+    to: Format = eqx.field(static=True)
     inputs: tuple[int, ...] = eqx.field(static=True)
     """The dims of the input features, counted from the last."""
 
@@ -107,22 +119,21 @@ class EightBit(eqx.Module):
 
     def product(self, product: MatrixProduct, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
         """The same, not to be differentiated."""
-        to = FORMATS[self.precision]
-        values, scale = rounded(x, _features(x), to.values)
-        y = product(values, self.values, to.sums)
+        values, scale = rounded(x, _features(x), self.to.values)
+        y = product(values, self.values, self.to.sums)
         return _scaled(y, _like(y, scale), self._scale_of(y)).astype(x.dtype)
 
     def gradients(
         self, product: MatrixProduct, x: Float[Array, "B T *D"], dy: Float[Array, "B T *F"]
     ) -> tuple[Float[Array, "B T *D"], "Rounded", "Rounded"]:
         """dx = dy @ w', in dy's dtype, and x and dy of dw = x' @ dy (`sum_over_tokens`).  Communication: none."""
-        to = FORMATS[self.precision]
+        to = self.to
         values, scale = rounded(_scaled(dy, self._scale_of(dy)).astype(dy.dtype), _features(dy), to.gradients)
         dx = product.transposed(values, self.values, x.shape[2:], to.sums)
         dx = _scaled(dx, _like(dx, scale)).astype(dy.dtype)
         x_values, x_scale = rounded(x, _features(x), to.values)
-        by_feature = Rounded(*rounded(_scaled(dy, _like(dy, x_scale)).astype(dy.dtype), (0, 1), to.gradients))
-        return dx, Rounded(x_values, None), by_feature
+        by_feature = rounded(_scaled(dy, _like(dy, x_scale)).astype(dy.dtype), (0, 1), to.gradients)
+        return dx, Rounded(x_values, None, to), Rounded(*by_feature, to)
 
     def gathered(self, axes: Any, dim: int) -> "EightBit":
         """Shards along `dim` -> the whole, which has the gradient of `weight` as if that had been gathered.  The scale
@@ -132,13 +143,13 @@ class EightBit(eqx.Module):
         `weight`.
         """
         weight = None if self.weight is None else _as_if_gathered(self.weight, axes, dim)
-        return EightBit(all_gather(self.values, axes, dim), self.scale, weight, self.precision, self.inputs)
+        return EightBit(all_gather(self.values, axes, dim), self.scale, weight, self.to, self.inputs)
 
     def with_scale_gathered(self, axes: tuple[str, ...], dim: int) -> "EightBit":
         """The same, with the scale of all outputs that are sharded over `axes` along `dim`: once a step, because it is
         small.  Communication: one all-gather of it, if `dim` is one of the outputs."""
         scale = self.scale if dim in self.inputs else all_gather(self.scale, axes, dim)
-        return EightBit(self.values, scale, self.weight, self.precision, self.inputs)
+        return EightBit(self.values, scale, self.weight, self.to, self.inputs)
 
     def _scale_of(self, y: Array) -> Array:
         return self.scale.reshape(1, 1, *y.shape[2:])
@@ -169,10 +180,9 @@ def sum_over_tokens(first: Array | Rounded, second: Array | Rounded) -> Float[Ar
         wide = jnp.promote_types(first.dtype, jnp.float32)
         return jnp.tensordot(first, second, axes=((0, 1), (0, 1)), preferred_element_type=wide)
     x, y = (a.values.reshape(-1, math.prod(a.values.shape[2:])) for a in (first, second))
-    if is_integer := jnp.issubdtype(x.dtype, jnp.integer):
-        # XLA for TPU multiplies integers of 8 bits as such only if the tokens of the first operand are stored together
+    if first.to.transposed:
         x = with_layout_constraint(with_layout_constraint(x, ROW_MAJOR).T, ROW_MAJOR).T
-    dw = jnp.matmul(x.T, y, preferred_element_type=jnp.int32 if is_integer else jnp.float32)
+    dw = jnp.matmul(x.T, y, preferred_element_type=first.to.sums)
     scales = [a.scale.reshape(to) for a, to in ((first, (-1, 1)), (second, (1, -1))) if a.scale is not None]
     return _scaled(dw, *scales).reshape(*first.values.shape[2:], *second.values.shape[2:])
 

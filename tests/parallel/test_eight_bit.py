@@ -3,6 +3,7 @@ communicated."""
 
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from shmap_tp.config.schema import MatmulPrecision
 from shmap_tp.model.sharded_model import eight_bit_weights
 from shmap_tp.parallel import eight_bit
-from shmap_tp.parallel.eight_bit import FORMATS, in_eight_bits, rounded
+from shmap_tp.parallel.eight_bit import FORMATS, in_eight_bits, rounded, select_format
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.plan.ledger import Operation
 from tests.helpers.assertions import by_path
@@ -62,11 +63,13 @@ SHAPE = (2, 4)
 
 @cache
 def rounded_block(mode: str, precision: MatmulPrecision) -> Case:
-    """A block whose products are in eight bits: of every kind, with key/value heads that devices of mp share."""
+    """A block whose products are in eight bits: of every kind, with key/value heads that devices of mp share.  The
+    operands of sums over tokens are stored as for v5p."""
     case = block(OPTIONS, MODES[mode])
     shapes = shapes_of(case.make)
     specs = partition_specs(shapes, dict(mesh(SHAPE).shape))
-    rounding = eight_bit_weights(shapes, specs, jax.tree.map(lambda _: True, shapes), precision)
+    to = select_format(precision, SimpleNamespace(device_kind="TPU v5"))
+    rounding = eight_bit_weights(shapes, specs, jax.tree.map(lambda _: True, shapes), to)
 
     def call(layer, x):
         return case.call(in_eight_bits(rounding, layer), x)
@@ -84,6 +87,19 @@ def errors(mode: str, precision: MatmulPrecision) -> dict[str, float]:
         {"out": x["out"], "dx": x["d_inputs"][0]} | by_path(x["d_params"]) for x in (found, expected(case))
     )
     return {name: float(np.linalg.norm(found[name] - wanted[name]) / np.linalg.norm(wanted[name])) for name in wanted}
+
+
+def test_operands_are_transposed_only_where_the_products_of_a_device_ask_for_it():
+    kinds = {
+        "TPU v5 lite": True,
+        "TPU v5": True,
+        "TPU v6 lite": False,
+        "TPU7x": False,
+        "NVIDIA H200": False,
+        "cpu": False,
+    }
+    found = {kind: select_format(INT8, SimpleNamespace(device_kind=kind)).transposed for kind in kinds}
+    assert found == kinds
 
 
 MOST = {INT8: 0.04, FP8: 0.16}

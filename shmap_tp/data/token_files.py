@@ -170,7 +170,7 @@ class TokenFile:
     def _check_width(self) -> None:
         """Raise UserError if the upper halves of tokens of uint32 would be all zero, or small where the lower ones are
         large."""
-        ids = np.memmap(self.path, DTYPES["uint16"], "r")
+        ids = _mapped(self.path, DTYPES["uint16"])
         lower, upper = int(ids[:_FIRST:2].max()), int(ids[1:_FIRST:2].max())
         is_small = upper == 0 < lower or (len(ids) >= 1024 and upper < 32 and lower >= 4096)
         if len(ids) % 2 == 0 and is_small:
@@ -198,7 +198,7 @@ def _ranges(place: Path | Bucket, name: str, dtype: np.dtype) -> Ranges:
         return lambda starts, stops: (
             np.frombuffer(part, dtype) for part in place.ranges(name, (starts * size).tolist(), (stops * size).tolist())
         )
-    values = np.memmap(place / name, dtype, "r")
+    values = _mapped(place / name, dtype)
     return lambda starts, stops: (values[start:stop] for start, stop in zip(starts, stops, strict=True))
 
 
@@ -231,6 +231,12 @@ def _checked_scan(path: Path, dtype: np.dtype, stated: str | None) -> Scan:
             "copy it again, or prepare it again with `python -m shmap_tp.prepare ... --overwrite`"
         )
     return found
+
+
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    """The values of a file.  Raises UserError if it cannot be read any more, though a scan of it is remembered."""
+    with reading(path):
+        return np.memmap(path, dtype, "r")
 
 
 def _existing_size(path: Path) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -121,6 +122,14 @@ def test_errors_of_a_bad_directory_name_the_file_and_the_fix(tmp_path):
         with pytest.raises(UserError, match=words) as error:
             open_token_file(tmp_path, "train", context=4, vocabulary=50)
         assert str(error.value).count("\n") <= 1
+
+
+def test_a_file_that_cannot_be_read_any_more_is_refused_although_its_scan_is_remembered(tmp_path, monkeypatch):
+    os.utime(write_prepared(tmp_path, range(50)) / "train.bin", (1e9, 1e9))
+    open_token_file(tmp_path, "train", context=4, vocabulary=50)
+    monkeypatch.setattr(np, "memmap", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match=r"train\.bin cannot be read: Permission denied"):
+        open_token_file(tmp_path, "train", context=4, vocabulary=50)
 
 
 def test_a_file_is_scanned_once_and_again_only_when_its_size_or_modification_time_changes(tmp_path, monkeypatch):

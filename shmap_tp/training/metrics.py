@@ -11,6 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -188,15 +189,15 @@ class Meter:
 
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
     """The lines of a metrics.jsonl, if there is one, the last one first, but those of steps that a later start has
-    trained again."""
-    segment, first, end = None, math.inf, math.inf
-    for line in read_lines_backwards(file, is_metric):
-        if line["segment"] != segment:
-            segment, end = line["segment"], min(end, first)
-        if line["split"] == "train":
-            first = line["step"]
-        if line["step"] < end:
-            yield line
+    trained again.  One that was taken for lost trains until its next save, so lines of two starts may alternate."""
+    trained = (line for line in read_lines_backwards(file, is_metric) if line["split"] == "train")
+    begins = {line["segment"]: line["step"] for line in trained}
+
+    @cache
+    def end(segment: int) -> int | float:
+        return min((begins[later] for later in begins if later > segment), default=math.inf)
+
+    return (line for line in read_lines_backwards(file, is_metric) if line["step"] < end(line["segment"]))
 
 
 def is_metric(line: dict[str, Any]) -> bool:

@@ -139,6 +139,15 @@ def test_a_start_appends_and_lines_of_steps_that_it_trains_again_are_not_read(tm
         assert not recorder.has_validation, "that of segment 0 is of a lost step"
 
 
+def test_a_start_that_was_taken_for_lost_leaves_no_line_among_those_of_the_next_one(tmp_path):
+    """Segment 1 goes on from step 2, while 0 trains its steps 3 and 4."""
+    order, file = [(0, 1), (0, 2), (1, 3), (0, 3), (1, 4), (1, 5), (0, 4), (1, 6)], tmp_path / "metrics.jsonl"
+    common = {"split": "train", "loss": 1.0, "mesh": [1, 1]}
+    given = [common | {"segment": segment, "step": step} for segment, step in order]
+    file.write_text("".join(json.dumps(line) + "\n" for line in given))
+    assert [*read_metrics(file)][::-1] == [line for line in given if line["step"] < 3 or line["segment"]]
+
+
 def test_a_disabled_recorder_writes_nothing(tmp_path, capsys):
     config = tiny(tmp_path)
     with Recorder(config, 0, enabled=False) as recorder:

@@ -15,6 +15,7 @@ from typing import IO, Any, BinaryIO, TextIO, TypeVar
 from etils import epath
 
 from shmap_tp.errors import ShmapTpError, StorageError, UserError, first_line, shown
+from shmap_tp.runtime.console import write_line
 from shmap_tp.runtime.workers import in_background
 
 BUCKETS = ("gs://", "s3://", "az://")
@@ -138,7 +139,11 @@ def locked(path: Path) -> Iterator[None]:
     while not is_held:
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                write_line(f"waiting for the process that has locked {path} ...")
+                fcntl.flock(lock, fcntl.LOCK_EX)
             with suppress(FileNotFoundError):  # the process that had the lock has removed the file
                 is_held = os.path.samestat(os.fstat(lock), path.stat())
             if is_held:

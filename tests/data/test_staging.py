@@ -98,7 +98,7 @@ def preparing(target: Path, *more: str) -> Iterator[subprocess.Popen]:
             process.kill()
 
 
-def test_what_a_killed_preparation_left_is_removed_and_one_that_lives_is_waited_for(tmp_path):
+def test_what_a_killed_preparation_left_is_removed_and_one_that_lives_is_waited_for(tmp_path, capsys):
     out, other = tmp_path / "out.v1", tmp_path / ".out.v2.partial"
     other.mkdir()
     with ThreadPoolExecutor() as threads, preparing(out) as live:
@@ -106,6 +106,7 @@ def test_what_a_killed_preparation_left_is_removed_and_one_that_lives_is_waited_
         with pytest.raises(TimeoutError):
             second.result(0.3)
         assert (tmp_path / ".out.v1.partial/train.bin").stat().st_size == 1000
+        assert capsys.readouterr().out == f"waiting for the process that has locked {tmp_path}/.out.v1.lock ...\n"
         live.kill()
     assert second.result() is None and texts(out, "train") == ["ab"]
     make(out, "xy", overwrite=True)

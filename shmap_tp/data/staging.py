@@ -69,6 +69,8 @@ def staging(target: Path, overwrite: bool, parts: str | None = None) -> Iterator
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(_beside(target, "lock")))
+        except PermissionError:  # the lock is another user's, whose preparation may be under way
+            raise
         except OSError:  # a file system without locks, where others may be under way
             own = f"{uuid.uuid4().hex}."
             _beside(target, "lock").unlink(missing_ok=True)

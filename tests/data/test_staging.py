@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -121,6 +122,14 @@ def test_of_two_preparations_at_once_the_second_one_keeps_what_the_first_one_mad
     with pytest.raises(UserError, match="already holds prepared data"):
         second.result()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_lock_of_another_user_is_left_and_the_preparation_refused(tmp_path, monkeypatch):
+    (lock := tmp_path / ".out.lock").touch()
+    monkeypatch.setattr("shmap_tp.data.staging.locked", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match="out cannot be written: Permission denied"):
+        make(tmp_path / "out", "x")
+    assert [*tmp_path.iterdir()] == [lock]
 
 
 def test_data_that_a_killed_preparation_was_replacing_is_put_back(tmp_path):

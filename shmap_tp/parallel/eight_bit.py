@@ -128,6 +128,7 @@ class EightBit(eqx.Module):
     ) -> tuple[Float[Array, "B T *D"], "Rounded", "Rounded"]:
         """dx = dy @ w', in dy's dtype, and x and dy of dw = x' @ dy (`sum_over_tokens`).  Communication: none."""
         to = self.to
+        dy = lax.optimization_barrier(dy)  # else XLA keeps it in float32 (docs/performance-notes.md)
         values, scale = rounded(_scaled(dy, self._scale_of(dy)).astype(dy.dtype), _features(dy), to.gradients)
         dx = product.transposed(values, self.values, x.shape[2:], to.sums)
         dx = _scaled(dx, _like(dx, scale)).astype(dy.dtype)

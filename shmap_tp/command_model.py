@@ -110,7 +110,8 @@ def joined(arguments: argparse.Namespace, **inputs: Any) -> Iterator[None]:
     mesh = mesh_sizes(arguments.mesh, arguments.mesh_keys)
     devices = math.prod(mesh.values())
     if devices % arguments.processes:
-        raise UserError(f"--processes {arguments.processes} does not divide the {devices} devices of mesh.dp x mesh.mp")
+        what = f"mesh.dp x mesh.mp = {devices} devices; name the mesh of all devices"
+        raise UserError(f"--processes {arguments.processes} does not divide {what}")
 
     with importing():
         import jax

@@ -158,4 +158,5 @@ def check_text(text: str, name: str = "the text") -> None:
         text.encode()
     except UnicodeEncodeError as error:
         place = ascii(text[max(error.start - 20, 0) : error.end + 20])
-        raise UserError(f"{name} has bytes that are not UTF-8: {place} at character {error.start}") from error
+        what = f"bytes that are not UTF-8, or half of a surrogate pair: {place} at character {error.start}"
+        raise UserError(f"{name} has {what}") from error

@@ -113,7 +113,8 @@ class DirectoryLock:
             if old < self._number:
                 before = self._read(old)
                 if before is not None and before.is_running() is None:
-                    print_on_process_0(f"{self.key}={self.directory} is taken over from {before}, if that still runs")
+                    ends = "which ends at its next save if it still runs"
+                    print_on_process_0(f"{self.key}={self.directory} is taken over from {before}, {ends}")
                 self._remove(old)
 
     def require(self) -> None:

@@ -59,6 +59,7 @@ CUSTOM_GRADIENTS = {
     "layers/expert_dispatch.py",
     "layers/flash_attention.py",
     "layers/grouped_matmul.py",
+    "layers/head_kernels.py",
     "layers/linear.py",
     "layers/positions.py",
     "layers/xla_workarounds.py",

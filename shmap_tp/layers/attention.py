@@ -27,8 +27,10 @@ from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
 from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend_from, causal_attention
 from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.flash_attention import Cudnn, Splash
+from shmap_tp.layers.head_kernels import NormAndRotation, heads_first, heads_last, normed_heads
 from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.norm import JointRMSNorm, RMSNorm
+from shmap_tp.layers.positions import Rotary
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.context_parallel import (
     chunk_numbers,
@@ -146,13 +148,23 @@ class Attention(eqx.Module):
         self.attend = attend
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
-        q_BTHK, k_BTNK, v_BTNK = context.tp.column_parallel(x_BTD, *self.inputs)
+        q_BTHK, k_BTNK, v_BTNK = context.tp.column_parallel(x_BTD, *self.inputs(context))
         mixed_BTHK, extras = self.mix(q_BTHK, k_BTNK, v_BTNK, context)
         return context.tp.row_parallel((mixed_BTHK, self.out)), extras
 
-    @property
-    def inputs(self) -> tuple[Linear, Linear, Linear]:
-        return self.query, self.key, self.value
+    def inputs(self, context: Context) -> tuple[Linear, Linear, Linear]:
+        """The layers of q, k and v."""
+        is_flat = self._kernels(context) is not None
+        return tuple(replace(layer, is_flat=is_flat) for layer in (self.query, self.key, self.value))
+
+    def _kernels(self, context: Context) -> NormAndRotation | None:
+        """What kernels compute before and after splash attention; None: XLA's operations do."""
+        attend, norm, encoding = self.attend, self.query_norm, context.encoding
+        is_plain = context.cache is None and context.positions is None and isinstance(norm, RMSNorm)
+        if not (is_plain and isinstance(attend, Splash) and isinstance(encoding, Rotary)):
+            return None
+        how = NormAndRotation(norm.epsilon, encoding.rotation, attend.interpret)
+        return how if how.suits(self.query.outputs[1]) else None
 
     def mix(self, q: Activation, k: Activation, v: Activation, context: Context) -> tuple[Activation, Extras]:
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these.
@@ -165,6 +177,8 @@ class Attention(eqx.Module):
         """
         tp, encoding = context.tp, context.encoding
         q_BTHK, k_BTNK, v_BTNK = (tp.concat_time(y) for y in (q, k, v))
+        if (how := self._kernels(context)) is not None:
+            return self._mix_in_kernels(how, (q_BTHK, k_BTNK, v_BTNK), context)
         if self.query_norm is not None:
             q_BTHK = _normalize_heads(self.query_norm, q_BTHK, context)
             k_BTNK = _normalize_heads(self.key_norm, k_BTNK, context)
@@ -180,6 +194,23 @@ class Attention(eqx.Module):
         qkv = *qk, checkpoint_per_head(v_BTNK, QUERY_KEY_VALUE, context.stored)
         mixed_BTHK, residuals = attend_rows(self.attend, qkv, replace(pattern, segments_BT=context.segments))
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
+
+    def _mix_in_kernels(
+        self, how: NormAndRotation, qkv: tuple[Array, Array, Array], context: Context
+    ) -> tuple[Activation, Extras]:
+        """The same, [B T F] of all heads: policies save q, k and v as the matmuls write them."""
+        q, k, v = (checkpoint_name(context.stored(x.reshape(*x.shape[:2], -1)), QUERY_KEY_VALUE) for x in qkv)
+        query_norm, key_norm = mark_varying((self.query_norm, self.key_norm), MP)
+        head_dim, pattern = qkv[0].shape[3], context.pattern
+        scale = head_dim**-0.5 if pattern.scale is None else pattern.scale  # of scores: here that of q
+        heads = (
+            normed_heads(how, q, query_norm.factor * scale),
+            normed_heads(how, k, key_norm.factor),
+            heads_first(how.interpret, head_dim, v),
+        )
+        pattern = replace(pattern, scale=1.0, sinks_H=self.sinks, segments_BT=context.segments)
+        mixed_BTHK, residuals = attend_rows(self.attend, heads, pattern)
+        return context.tp.split_time(heads_last(how.interpret, mixed_BTHK)), Extras(residuals=residuals)
 
 
 def attend_rows(

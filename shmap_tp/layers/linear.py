@@ -74,7 +74,7 @@ class Linear(eqx.Module):
     """y = x @ w + b, each device computing its part; with an adapter, y = x @ w + scale (x @ a) @ b'.
 
     Outputs may be heads: the weight is then reshaped to heads and not the result, so that a compiler can write the
-    result head by head, as attention reads it (docs/performance-notes.md).
+    result head by head, as attention reads it (docs/performance-notes.md), unless the layer `is_flat`.
 
     Shapes         those above, in x's dtype, to which the weight and the bias are cast.  x varies over mp.
     Communication  none forward.  Backward, of a weight and a bias that mp does not shard and whose use differs between
@@ -93,6 +93,8 @@ class Linear(eqx.Module):
     scope: str | None = eqx.field(static=True, default=None)
     """A name that its operations carry in profiles and in the planner: that of the sublayer, where the block has none
     around them."""
+    is_flat: bool = eqx.field(static=True, default=False)
+    """Whether heads are computed as one dim of features, and then reshaped."""
 
     @staticmethod
     def column(
@@ -130,7 +132,8 @@ class Linear(eqx.Module):
 
     def __call__(self, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
         with self._named():
-            product, weight = LinearProduct(self.kind, self.outputs), self.of_this_device(self.weight)
+            product = LinearProduct(self.kind, self.outputs, self.is_flat)
+            weight = self.of_this_device(self.weight)
             if self.adapter is None:
                 return _multiply(product, x, weight)
             if isinstance(weight, Int8 | EightBit) or x.ndim > 3 or self.kind == Kind.heads:
@@ -222,6 +225,7 @@ class LinearProduct:
 
     kind: Kind
     outputs: tuple[int, ...]
+    is_flat: bool = False
 
     def __call__(
         self, x: Num[Array, "B T *D"], w: Num[Array, "..."], into: DTypeLike | None = None
@@ -229,6 +233,9 @@ class LinearProduct:
         einsum = partial(jnp.einsum, preferred_element_type=into)
         if self.kind == Kind.column and len(self.outputs) == 1:
             return matmul(x, w.T, into)
+        if self.is_flat:
+            w_DF = w.T if self.kind == Kind.column else w.reshape(len(w), -1)
+            return matmul(x, w_DF, into).reshape(*x.shape[:2], -1, self.outputs[1])
         if self.kind == Kind.column:
             return einsum("btd,hkd->bthk", x, w.astype(x.dtype).reshape(-1, self.outputs[1], x.shape[2]))
         if self.kind == Kind.heads:

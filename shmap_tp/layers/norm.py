@@ -92,9 +92,13 @@ class RMSNorm(eqx.Module):
         x = x.astype(self.scale.dtype)
         return x * lax.rsqrt(_mean(x * x) + self.epsilon)
 
+    @property
+    def factor(self) -> Float[Array, " D"]:
+        """What x / sqrt(...) is multiplied by."""
+        return 1 + self.scale if self.unit_offset else self.scale
+
     def _scaled(self, n: Float[Array, "B T *heads D"]) -> Float[Array, "B T *heads D"]:
-        scale = 1 + self.scale if self.unit_offset else self.scale
-        return n * scale[(None,) * (n.ndim - 1)]
+        return n * self.factor[(None,) * (n.ndim - 1)]
 
 
 class AfterNorm(eqx.Module):

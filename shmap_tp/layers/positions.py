@@ -142,6 +142,15 @@ class Rotation:
             return np.arange(0, size, 2), np.arange(1, size, 2)
         return np.arange(size // 2), np.arange(size // 2, size)
 
+    def tables(self, time: int, head_dim: int) -> tuple[Float[np.ndarray, "T K"], Float[np.ndarray, "T K"]]:
+        """The cosine and the sine of the angle of each element at each position, times the amplitude.  Elements that
+        are not rotated have an angle of 0."""
+        angle, size = np.zeros((time, head_dim)), np.ones(head_dim)
+        for elements in self.pairs(head_dim):
+            angle[:, elements] = np.arange(time)[:, None] * self.rates(head_dim)
+            size[elements] = self.amplitude
+        return size * np.cos(angle), size * np.sin(angle)
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def rotate_pairs(rotation: Rotation, sign: int, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T H K"]:
@@ -149,18 +158,13 @@ def rotate_pairs(rotation: Rotation, sign: int, x_BTHK: Float[Array, "B T H K"])
 
     The plain version is `rotate_pairs_at`.  Here the other element of each pair comes from a matmul with a signed
     permutation, exactly, because half a head fills half a row of a TPU's vector unit; and the gradient, a rotation the
-    other way, is stated, because JAX's own transpose of that matmul would round.  Elements that are not rotated have an
-    angle of 0.
+    other way, is stated, because JAX's own transpose of that matmul would round.
     """
     time, head_dim = x_BTHK.shape[1], x_BTHK.shape[3]
     wide = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-    first, second = rotation.pairs(head_dim)
-    angle, swap = np.zeros((time, head_dim)), np.zeros((head_dim, head_dim), int)
-    angle[:, first] = angle[:, second] = np.arange(time)[:, None] * rotation.rates(head_dim)
+    (first, second), swap = rotation.pairs(head_dim), np.zeros((head_dim, head_dim), int)
     swap[second, first], swap[first, second] = -sign, sign
-    size = np.ones(head_dim)
-    size[first] = size[second] = rotation.amplitude
-    cos, sin = (jnp.asarray((size * f(angle))[None, :, None, :], wide) for f in (np.cos, np.sin))
+    cos, sin = (jnp.asarray(table[None, :, None, :], wide) for table in rotation.tables(time, head_dim))
     swap = jnp.asarray(swap, x_BTHK.dtype)
     other = jnp.matmul(x_BTHK, swap, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
     return (x_BTHK.astype(wide) * cos + other * sin).astype(x_BTHK.dtype)

@@ -69,7 +69,9 @@ class ParallelBlock(eqx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
         q, k, v, *hidden = context.tp.column_parallel(
-            self.norm(x_BTD), *_in_scope("attention", self.attention.inputs), *_in_scope("mlp", self.mlp.inputs)
+            self.norm(x_BTD),
+            *_in_scope("attention", self.attention.inputs(context)),
+            *_in_scope("mlp", self.mlp.inputs),
         )
         y_BTD, extras = _mix_and_project(self, (q, k, v), hidden, context)
         return x_BTD + y_BTD, extras
@@ -100,7 +102,7 @@ class ParallelBlockTwoNorms(eqx.Module):
     def __call__(self, x_BTD: Float[Array, "B _ D"], context: Context) -> tuple[Float[Array, "B _ D"], Extras]:
         qkv, hidden = context.tp.column_parallel(
             self.attention_norm.normalize(x_BTD),
-            AfterNorm(self.attention_norm, tuple(_in_scope("attention", self.attention.inputs))),
+            AfterNorm(self.attention_norm, tuple(_in_scope("attention", self.attention.inputs(context)))),
             AfterNorm(self.mlp_norm, tuple(_in_scope("mlp", self.mlp.inputs))),
         )
         y_BTD, extras = _mix_and_project(self, qkv, hidden, context)

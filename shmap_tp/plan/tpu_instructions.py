@@ -1,10 +1,10 @@
 """How long a compute instruction of a compiled module takes on a TPU that is not attached.
 
 compiler's estimate   estimated cycles / clock
-Pallas kernels        FLOPs / (KERNEL_EFFICIENCY x peak); the FLOPs are those that the kernel declares;
-                      splash attention declares none, so its blocks are counted (`splash_flops`)
-grouped matmuls       also Pallas kernels: FLOPs / (GROUPED_EFFICIENCY x peak), or the bytes that they declare /
-                      memory bandwidth if that is longer; for the tiles that are computed (`grouped_tiles`)
+Pallas kernels        FLOPs / (KERNEL_EFFICIENCY x peak), or bytes / memory bandwidth if that is longer, as the kernel
+                      declares them; splash attention declares none, so its blocks are counted (`splash_flops`)
+grouped matmuls       also Pallas kernels: FLOPs / (GROUPED_EFFICIENCY x peak), or bytes / memory bandwidth, for the
+                      tiles that are computed (`grouped_tiles`)
 no estimate           bytes read and written / memory bandwidth
 """
 
@@ -46,9 +46,10 @@ def compute_seconds(
 def kernel_seconds(instruction: Instruction, device: DeviceFigures, chosen_share: float) -> float:
     """Seconds of a Pallas kernel.  Raises ValueError where its FLOPs are not known."""
     flops, tiles = kernel_flops(instruction), grouped_tiles(instruction, chosen_share)
+    found = re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)
+    declared = float(found[1]) if found else 0.0
     if tiles is None:
-        return flops / (KERNEL_EFFICIENCY * device.flops)
-    declared = float(re.search(r'"bytes_accessed":"?(\d+)', instruction.attributes)[1])
+        return max(flops / (KERNEL_EFFICIENCY * device.flops), declared / device.memory_rate)
     size = (declared - tiles.declared) * tiles.of_visits + tiles.read
     return max(flops * tiles.of_shapes / (GROUPED_EFFICIENCY * device.flops), size / device.memory_rate)
 

@@ -22,6 +22,7 @@ from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.flash_attention import Cudnn, Splash
+from shmap_tp.layers.norm import RMSNorm
 from shmap_tp.layers.positions import Rotary, Rotation
 from shmap_tp.model.blocks import save_at_block_end
 from shmap_tp.model.tracing import bodies
@@ -46,7 +47,7 @@ T, D, H = 256, 24, 4
 """With blocks of 128 positions: two blocks on the diagonal, one below it, and one above it, which is skipped."""
 
 
-def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> Case:
+def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool, has_norms: bool) -> Case:
     """Attention of half the input: sharper softmaxes amplify float32's rounding errors, to 1.6e-6 in the kernel and to
     0.9e-6 in XLA's own operations."""
 
@@ -54,21 +55,27 @@ def splash_attention(kv_heads: int, head_dim: int, batch: int, defer: bool) -> C
         y, extras = layer(0.5 * x, Context(ALL_REDUCE, Rotary(Rotation(10_000.0))))
         return save_at_block_end(y, extras.residuals)
 
+    norms = (RMSNorm(head_dim), RMSNorm(head_dim)) if has_norms else None
+    options = config("model.norm=rmsnorm", "model.norm_epsilon=1e-6", f"model.qk_norm={has_norms}").model
+    sizes = (H, kv_heads), head_dim, Splash(defer, interpret=True)
     return Case(
-        partial(Attention, D, (H, kv_heads), head_dim, Splash(defer, interpret=True), std=1.0, std_out=1.0),
+        partial(Attention, D, *sizes, std=1.0, std_out=1.0, head_norms=norms),
         call,
-        lambda p, x: reference.attention(p, 0.5 * x, positions="rotary"),
+        lambda p, x: reference.attention(p, 0.5 * x, positions="rotary", config=options),
         (((batch, T, D), BATCH_SHARDED),),
         BATCH_SHARDED,
     )
 
 
-@pytest.mark.parametrize(("kv_heads", "head_dim", "shape", "defer"), [(2, 128, (2, 4), False), (1, 64, (4, 2), True)])
-def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head_dim, shape, defer):
-    """Output, input gradient and parameter gradients; also where mp exceeds the number of key/value heads, and with
-    deferred residuals."""
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "shape", "defer", "has_norms"),
+    [(2, 128, (2, 4), False, False), (1, 64, (4, 2), True, False), (2, 128, (2, 4), False, True)],
+)
+def test_splash_attention_equals_its_dense_reference(monkeypatch, kv_heads, head_dim, shape, defer, has_norms):
+    """Output, input gradient and parameter gradients; also where mp exceeds the number of key/value heads, with
+    deferred residuals, and with norms of heads, which kernels compute."""
     monkeypatch.setattr(flash_attention, "BLOCKS", (128,))
-    compare(splash_attention(kv_heads, head_dim, shape[0], defer), shape, "float32")
+    compare(splash_attention(kv_heads, head_dim, shape[0], defer, has_norms), shape, "float32")
 
 
 def test_splash_attention_of_segments_equals_that_of_chunked_attention(monkeypatch):

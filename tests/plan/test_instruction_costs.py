@@ -64,10 +64,11 @@ def test_bookkeeping_instructions_and_annotations_take_no_time():
     assert found.seconds == 0
 
 
-def test_a_kernel_takes_the_time_of_its_declared_flops():
+def test_a_kernel_takes_the_time_of_its_declared_flops_or_bytes():
     kernel = f'%k = {X} custom-call(%x), custom_call_target="tpu_custom_call"'
-    found = run(kernel + ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"197000000"}}}')
-    assert found.seconds == pytest.approx(US / KERNEL_EFFICIENCY)
+    config = ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"197000000","bytes_accessed":"%d"}}}'
+    assert run(kernel + config % 1).seconds == pytest.approx(US / KERNEL_EFFICIENCY)
+    assert run(kernel + config % (3 * MEMORY_RATE)).seconds == pytest.approx(3)
     with pytest.raises(ValueError, match="k: a kernel that does not declare its FLOPs"):
         run(kernel)
 

@@ -15,6 +15,8 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shmap_tp.errors import UserError
 from shmap_tp.training import exchange, local_checkpoints, loop
@@ -170,6 +172,20 @@ def test_a_process_takes_what_it_has_and_gets_each_other_part_once_from_one_that
             got[target][exchange._within(part, ((0, 8), (0, 6)))] += 1
     for index, found in zip(indices.values(), got, strict=True):
         assert (found[index] == 1).all() and found.sum() == found[index].size
+
+
+def test_two_slices_have_each_shard_of_an_array_that_is_sharded_over_them():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "dp_slice", "mp"))
+    values = np.arange(32).reshape(8, 4)
+    array = jax.device_put(values, NamedSharding(mesh, P(("dp", "dp_slice"), "mp")))
+    (other,) = local_checkpoints.of_another_slice(array)
+    for number in range(2):
+        found, devices = np.full_like(values, -1), {*mesh.devices[:, number].flat}
+        for shard in (*array.addressable_shards, *other.addressable_shards):
+            if shard.device in devices:
+                found[shard.index] = shard.data
+        assert (found == values).all()
+    assert local_checkpoints.of_another_slice(jax.device_put(values, NamedSharding(mesh, P("dp", "mp")))) == []
 
 
 def test_a_full_disk_leaves_a_local_checkpoint_out_and_the_run_goes_on(

@@ -56,7 +56,8 @@ class DeviceFigures:
     clock: float | None = None
     """Cycles/s; None for GPUs, whose compiler reports no cycles."""
     eight_bit: Mapping[str, float] = field(default_factory=dict)
-    """FLOP/s of dense matmuls by format of 8 bits (int8, fp8), of those that its matrix units multiply."""
+    """FLOP/s of dense matmuls by format of 8 bits (int8, fp8), of those that its matrix units multiply, by the same
+    pages as `flops`."""
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,8 @@ def _shares(weights: dict[str, Fraction], first: int, complete: bool) -> dict[st
     total, denominator = sum(weights.values(), Fraction(0)), math.lcm(*(each.denominator for each in weights.values()))
     listed = " + ".join(f"{name} {_decimal(weight)}" for name, weight in weights.items())
     if denominator > MAX_DENOMINATOR:
-        raise UserError(
-            f"data.sources: {listed} are fractions of {denominator}, and {MAX_DENOMINATOR} is the limit; use the same "
-            f"number of decimals, at most four"
-        )
+        limit = f"above {MAX_DENOMINATOR}; use at most four decimals"
+        raise UserError(f"data.sources: {listed} are fractions of {denominator}, {limit}")
     if not total:
         raise UserError(f"data.sources: no source has a weight from step {first} on; give one from_step=0")
     if total > 1 or (complete and total < 1):

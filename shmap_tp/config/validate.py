@@ -113,10 +113,7 @@ def _faults_of_schedule(optimizer: schema.OptimizerConfig, steps: int) -> Iterat
     if optimizer.schedule == schema.Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
         return
     if end <= warmup:
-        yield (
-            f"optimizer.decay_steps={end} must be above optimizer.warmup_steps={warmup}: the decay follows the "
-            f"warm-up, and both count from the first step"
-        )
+        yield f"optimizer.decay_steps={end} must be above optimizer.warmup_steps={warmup}: both count from step 1"
     decay = round(fraction * end)
     if optimizer.schedule == schema.Schedule.wsd and not 1 <= decay <= end - warmup:
         yield (
@@ -184,10 +181,8 @@ def _faults_of_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
     if not model.experts:
         return
     if model.experts_per_token > model.experts:
-        yield (
-            f"model.experts_per_token={model.experts_per_token} is above model.experts={model.experts} (model "
-            f"{model.name}); use at most {model.experts}"
-        )
+        chosen = f"model.experts_per_token={model.experts_per_token}"
+        yield f"{chosen} is above model.experts={model.experts} (model {model.name})"
     if model.experts % (mesh.ep * mesh.mp):
         fit = [n for n in range(1, model.experts + 1) if model.experts % (n * mesh.mp) == 0]
         yield (

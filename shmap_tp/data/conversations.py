@@ -294,10 +294,7 @@ def end_of_conversations(tokenizer: Bytes | Subwords, template: ChatTemplate) ->
     for candidate in (tokenizer.end_of_text, special.get(END_OF_TEXT), *special.values()):
         if candidate is not None and candidate not in written:
             return candidate
-    raise UserError(
-        f"--tokenizer {tokenizer.name} has no special token that can separate conversations; name a token that is in "
-        f"none with --end-of-text"
-    )
+    raise UserError(f"--tokenizer {tokenizer.name}: no special token separates conversations; give --end-of-text")
 
 
 @contextmanager

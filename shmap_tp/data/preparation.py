@@ -207,10 +207,7 @@ def _write_splits(
             writer.finish()
     for split, writer in writers.items():
         if not writer.tokens:
-            raise UserError(
-                f"{source.name}: no text for {split}.bin, but both splits need some; "
-                "add documents or choose another fraction with --validation"
-            )
+            raise UserError(f"{source.name}: no text for {split}.bin; add documents, or choose another --validation")
     more = {} if row is None else {"row": row, "of_documents": {s: each.of_documents for s, each in writers.items()}}
     if source.marked:
         more["counted"] = {split: writer.bits.sha256() for split, writer in writers.items()}

@@ -159,10 +159,8 @@ class HarnessModel(TemplateLM):
             options, stop = _options(requests[numbers[0]].args[1])
             longest = self.max_length - options.max_new_tokens
             if longest < 1:
-                raise UserError(
-                    f"the task wants {options.max_new_tokens} new tokens, which leave no room for a prompt in "
-                    f"model.context={self.max_length}"
-                )
+                new, context = options.max_new_tokens, self.max_length
+                raise UserError(f"the task's {new} new tokens leave no room for a prompt in model.context={context}")
             prompts = [self.tok_encode(requests[number].args[0])[-longest:] for number in numbers]
             for number, text in zip(numbers, self._answers(prompts, numbers, options, stop, disable_tqdm), strict=True):
                 found[number] = text

@@ -238,8 +238,7 @@ class Chat:
             if len(ids) + LEAST_ROOM <= context:
                 return ids, first
         raise UserError(
-            f"this message makes a prompt of {len(ids)} tokens, but model.context={context} must also have room for "
-            f"{LEAST_ROOM} of the answer; shorten it"
+            f"this message makes a prompt of {len(ids)} tokens, no room for {LEAST_ROOM} in model.context={context}"
         )
 
 

@@ -76,7 +76,7 @@ REFUSED = {
     "{a:{dir:x,weight:{0:0.7,9:0.5}},b:{dir:y,weight:0.3}}": "weights add up to 0.8 from step 9 on",
     "{a:{dir:x,weight:0.7,from_step:3}}": "no source has a weight from step 0 on",
     "{a:{dir:x,weight:-0.7},b:{dir:y,weight:1}}": "data.sources.a.weight=-0.7 must be a number from 0 to 1 such as",
-    "{a:{dir:x,weight:0.123456},b:{dir:y,weight:0.876544}}": "are fractions of 15625, and 10000 is the limit",
+    "{a:{dir:x,weight:0.123456},b:{dir:y,weight:0.876544}}": "are fractions of 15625, above 10000",
     "{a:{dir:x,weight:1/999},b:{dir:y,weight:1/998},c:{dir:z,weight:0.9}}": "are fractions of 4985010",
     "{a:{dir:x,weight:1/0}}": "data.sources.a.weight=1/0 must be a number from 0 to 1",
     "{a:{dir:x,weight:true}}": "data.sources.a.weight=true must be a number",

@@ -72,7 +72,7 @@ OF_EXPERTS = {
     "model.ffn=510": "accepted",  # the hidden size of an expert
     "model.experts=6": "mesh.mp=4 does not divide experts=6 (model bytes); use mesh.mp in {1, 2}",
     "model.shared_expert_ffn=6": "mesh.mp=4 does not divide shared_expert_ffn=6 (model bytes); use mesh.mp in {1, 2}",
-    "model.experts_per_token=9": "model.experts_per_token=9 is above model.experts=8 (model bytes); use at most 8",
+    "model.experts_per_token=9": "model.experts_per_token=9 is above model.experts=8 (model bytes)",
     "model.experts_per_token=1": "cannot be combined with model.router_normalize=true (model bytes); use model.",
     "model.block=parallel": "model.experts=8 cannot be combined with model.block=parallel (model bytes); "
     "use model.block=sequential",

@@ -115,7 +115,7 @@ def test_a_full_context_forgets_the_oldest_messages_and_a_message_that_is_too_lo
     assert notes == ["the oldest 2 messages are forgotten: model.context=64 tokens are full"]
     assert here.messages[0]["content"] == "b" * 20 and len(here.messages) == 2
     before = list(here.messages)
-    with pytest.raises(UserError, match=f"model.context=64 must also have room for {LEAST_ROOM} of the answer"):
+    with pytest.raises(UserError, match=f"no room for {LEAST_ROOM} in model.context=64"):
         here.answer("c" * 60, lambda _: None, notes.append)
     assert here.messages == before
 

@@ -87,7 +87,7 @@ def test_a_run_with_an_mlp_of_ones_own_goes_on_with_it_or_is_refused_by_name(tmp
     with pytest.raises(shmap_tp.UserError, match=r"with no part of its own, here there is mlp;\nleave out"):
         require_components({"components": [], "config": {}}, trainer.components, "of another run")
     for write in (model.save_pretrained, lambda out: export_checkpoint(str(run), out, None)):
-        with pytest.raises(shmap_tp.UserError, match=r"has mlp of its own \(Components\), which no supported"):
+        with pytest.raises(shmap_tp.UserError, match=r"has mlp of its own \(Components\), which no architecture"):
             write(tmp_path / "out")
     with pytest.raises(shmap_tp.UserError, match=r"run.components=.*own.py:components replaces parts of the model"):
         build_step_functions(trainer.config, trainer.mesh, np.float32)

@@ -111,8 +111,10 @@ def mesh_of_devices(config: Config) -> Mesh:
 def _over_processes(config: Config) -> tuple[Config, Mesh]:
     """The same for several processes, which `initialize_distributed` has joined."""
     if joined_processes() != config.mesh.processes:
-        processes = config.mesh.processes
-        raise UserError(f"mesh.processes={processes}: the library is for one process; start several with shmap-tp")
+        raise UserError(
+            f"mesh.processes={config.mesh.processes}: the library is for one process; start several with "
+            f"shmap-tp train, generate or evaluate"
+        )
     config = resolve_auto(config, len(jax.devices()))
     return config, meshes.make_mesh(config.mesh)
 

@@ -119,7 +119,10 @@ def test_processes_must_have_the_same_arguments_and_prompts_but_not_the_same_num
     [
         (["--processes", "0"], "--processes 0 must be at least 1"),
         (["--processes", "2", "--coordinator", "host:1"], "must be given together; add --process-id I"),
-        (["--processes", "3", "--coordinator", "host:1", "--process-id", "0", *MESH], "4 devices are not divisible by"),
+        (
+            ["--processes", "3", "--coordinator", "host:1", "--process-id", "0", *MESH],
+            "3 does not divide mesh.dp x mesh.mp = 4 devices",
+        ),
     ],
     ids=["none", "without its number", "mesh"],
 )

@@ -120,6 +120,7 @@ def test_an_auxiliary_loss_changes_the_training_and_not_the_evaluation():
 @pytest.fixture
 def added_axis(monkeypatch):
     """Adds an axis of tokens to the table, before mp."""
+    on_one_device()  # whose mesh does not have it
     rows = {**AXES, "xp": frozenset({Role.tokens})}
     rows["mp"] = rows.pop("mp")
     for module in ("mesh", "partitioning"):

@@ -148,7 +148,8 @@ class LocalCheckpoints:
             )
         except OSError as error:
             raise StorageError(f"a local checkpoint cannot be read: {first_line(error)}; start again") from error
-        self._report(f"{sum(sent) / 1e6:,.1f} MB of local checkpoints were sent to hosts that did not have them")
+        if any(sent):
+            self._report(f"{sum(sent) / 1e6:,.1f} MB of local checkpoints were sent to hosts that did not have them")
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     def _open(self) -> tuple[str, str]:

@@ -134,9 +134,9 @@ def _facts(step: int, config: Config, batches: Batches, checkpoints: Checkpoints
     directory = config.checkpoint.dir
     if step > config.train.steps:
         raise UserError(
-            f"train.steps={config.train.steps} is below step {step}, which checkpoint {directory}/{step} has done; "
-            f"nothing was changed.\nGive train.steps={step} or more, or move newer checkpoints elsewhere to resume an "
-            f"earlier one"
+            f"train.steps={config.train.steps} is below step {step}, which the checkpoint in {checkpoints.place(step)} "
+            f"has done; nothing was changed.\nGive train.steps={step} or more, or move newer checkpoints elsewhere to "
+            f"resume an earlier one"
         )
     facts = checkpoints.facts(step)
     if not (isinstance(facts, dict) and facts.keys() >= {"config", "data", "mesh"}):

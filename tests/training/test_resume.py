@@ -42,7 +42,8 @@ REFUSED = {
     ),
     "fewer steps than the checkpoint has": (
         [["train.steps=7", "checkpoint.resume=must"], ["train.steps=7", "checkpoint.resume=if_present"]],
-        "train.steps=7 is below step 8, which checkpoint {run}/checkpoints/8 has done", "Give train.steps=8 or more",
+        "train.steps=7 is below step 8, which the checkpoint in {run}/checkpoints has done",
+        "Give train.steps=8 or more",
     ),
 }  # fmt: skip
 

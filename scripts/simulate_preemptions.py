@@ -144,8 +144,9 @@ class Preemptions(Soak):
         self.damaged: dict[int, float] = {}
         self.slowed = 0
         self.events = EVENTS | ({"host": 3} if given.local else {})
-        local = [f"checkpoint.local_every={given.local}"] if given.local else []
-        self.settings = overrides(self.directory, *SETTINGS, f"checkpoint.every={given.every}", *local)
+        saves = [f"checkpoint.every={given.every}", f"checkpoint.hours_between_failures={given.mean / 3600}"]
+        saves += [f"checkpoint.local_every={given.local}"] if given.local else []
+        self.settings = overrides(self.directory, *SETTINGS, *saves)
         complete_meta(self.directory / "data")
 
     def intact(self) -> list[int]:
@@ -352,7 +353,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--mean", type=float, default=12, help="mean seconds from a start to its event")
     parser.add_argument("--notice", type=float, default=30, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--step", type=float, default=0.25, help="seconds that a step takes at least")
-    parser.add_argument("--every", default="5", help="checkpoint.every")
+    parser.add_argument("--every", default="5", help="checkpoint.every, also auto")
     parser.add_argument("--local", type=int, default=0, help="checkpoint.local_every; 0: no local checkpoints")
     parser.add_argument("--same-mesh", action="store_true", help="always mesh (2, 4); the result is then bitwise equal")
     given = parser.parse_args(argv)

@@ -68,7 +68,7 @@ class MeshConfig:
     """Expert-parallel size: the dp ranks over which experts are sharded, besides mp; a divisor of dp / slices."""
     tensor_parallel: TensorParallelMode
     """all_reduce: activations between layers are replicated (Megatron).  sequence: they are sharded over time, gathered
-    before and scattered after a layer; mp divides model.context.  collective_matmul: so, overlapping the matmuls."""
+    before and scattered after a layer; mp divides model.context.  collective_matmul: the same beside the matmuls."""
     tile: list[int] | None
     """Shape [x, y, z, cores] of the box of a TPU slice that one mp group occupies; null chooses the fewest hops."""
     zero: Zero
@@ -107,7 +107,7 @@ class ModelConfig:
     name: str
     """Name of the model in tables and messages."""
     from_pretrained: str | None
-    """A Hugging Face directory or a name on the hub: the other keys and the first weights are its own; null: none."""
+    """A Hugging Face directory, or a name on the hub, which gives the other keys and weights; null: none."""
     width: int = key(below=2**24)
     """D, the size of the residual stream."""
     layers: int = key(below=2**16)
@@ -145,7 +145,7 @@ class ModelConfig:
     context: int = key(below=2**24)
     """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
     block: Block
-    """parallel: attention and MLP read one input; parallel_two_norms: by norms of their own; sequential: in turn."""
+    """parallel: attention and MLP read one input; parallel_two_norms: each after its own norm.  sequential: in turn."""
     norm: Norm
     """Normalisation layer.  rmsnorm_unit_offset: RMSNorm multiplied by 1 + weight instead of by the weight."""
     norm_epsilon: float | None = key(above=0)
@@ -178,9 +178,9 @@ class ModelConfig:
     rotary_pairing: RotaryPairing = key(unless="half", needs="model.positions=rotary")
     """For positions=rotary: which elements form a pair.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
     rotary_scaling: RotaryScaling = key(unless="none", needs="model.positions=rotary")
-    """For positions=rotary.  linear: rates are divided by the factor.  llama3: those whose wavelength exceeds
-    original_context / low_frequency_factor, not those below original_context / high_frequency_factor, interpolated
-    between.  yarn: so, between whole pairs (yarn_unrounded: fractions), by number, q and k times rotary_amplitude."""
+    """For positions=rotary.  linear: all rates are divided by the factor.  llama3: only those whose wavelength exceeds
+    original_context / low_frequency_factor; below original_context / high_frequency_factor they stay; interpolated
+    between.  yarn: interpolated by number of the pair (yarn_unrounded: a fraction); q, k times rotary_amplitude."""
     rotary_scaling_factor: float
     """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
     rotary_low_frequency_factor: float = key(least=0)
@@ -212,14 +212,14 @@ class ModelConfig:
     init_std: float = key(least=0)
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
     remat: Remat
-    """What of a block is saved for its backward pass.  none: all.  full: its input.  attention_output: also that.
-    attention: also q, k, v, sublayer outputs.  mlp: input, sublayer outputs, gate, up.  all_matmuls: all of these."""
+    """Activations saved in a block.  none: all.  full: its input.  attention_output: also its attention.  attention:
+    also q, k, v, sublayer outputs; attention_and_up: and up.  mlp: input, sublayer outputs, gate, up.  all_matmuls."""
     offload: list[SavedActivation]
     """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
     row_major: bool
     """Whether TPUs store q, k, v, and of sequential blocks input and sublayer outputs, row-major; else XLA decides."""
     attention: AttentionKernel
-    """chunked: XLA, attention_chunk queries at a time; splash: TPU v4 and later; cudnn: NVIDIA; auto: what suits."""
+    """chunked: XLA, attention_chunk queries at a time; splash: TPU v4 or later.  cudnn: NVIDIA.  auto: the device's."""
     attention_chunk: int
     """For attention=chunked: the number of queries whose scores are in memory at a time."""
     adapter: AdapterConfig
@@ -233,14 +233,14 @@ class DataConfig:
     dir: str | None = key(schemes=("gs",))
     """Directory with train.bin, validation.bin and meta.json, or its URL, such as gs://bucket/data; null: `sources`."""
     sources: dict[str, Any]
-    """Directories in place of `dir`: {name: {dir, weight, from_step}}.  The weights, shares of the sequences, add up to
-    1: 0.7, 1/3, or {0: 0.7, 1000: 0.5} by step; also in the first from_step steps, which leave that source out."""
+    """Directories in place of `dir`: {name: {dir, weight, from_step}}.  Weights are shares of the sequences that
+    add up to 1: 0.7, 1/3, or {0: 0.7, 1000: 0.5} by step.  A source is left out of the first from_step steps."""
     cache: str | None = key(schemes=())
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
-    """stdlib, or arguments of shmap_tp.prepare, printed if `dir` is empty; those of stdlib a run prepares itself."""
+    """stdlib, or arguments of shmap_tp.prepare that a run prints if `dir` is empty; stdlib it prepares itself."""
     documents: Documents
-    """isolated: a document sees itself alone, begins at position 0, its first token is no target; joined: one text."""
+    """isolated: a token sees its own document alone, which begins at position 0.  joined: a sequence is one text."""
 
 
 @dataclass
@@ -284,7 +284,7 @@ class OptimizerConfig:
     final_learning_rate: float = key(least=0)
     """Learning rate at the end of the decay, and from then on."""
     schedule: Schedule
-    """After the warm-up, cosine or linear: a decay until decay_steps; wsd: one at their end; constant: none."""
+    """After the warm-up.  cosine, linear: a decay until decay_steps; wsd: only in the last of them.  constant: none."""
     warmup_steps: int = key(least=0)
     """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int

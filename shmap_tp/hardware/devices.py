@@ -107,7 +107,7 @@ DEVICES = {
         123e12 / 2, 15.48 * GIB, 900e9 / 2, f"{CLOUD}, half of a chip's 123 TFLOP/s (others print 140)", 0.94e9
     ),
     "TPU v4": DeviceFigures(275e12, 30.75 * GIB, 1200e9, CLOUD, 1.05e9, {"int8": 275e12}),
-    "TPU v5 lite": DeviceFigures(197e12, 15.75 * GIB, 819e9, CLOUD, 1.503e9, {"int8": 394e12}),
+    "TPU v5 lite": DeviceFigures(197e12, 15.75 * GIB, 819e9, CLOUD, 1.503e9, {"int8": 393e12}),
     "TPU v5": DeviceFigures(459e12, 95.74 * GIB, 2765e9, CLOUD, 1.75e9, {"int8": 918e12}),
     "TPU v6 lite": DeviceFigures(918e12, 31.25 * GIB, 1640e9, CLOUD, 1.75e9, {"int8": 1836e12}),
     "TPU7x": DeviceFigures(

@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int
 from model_options import refuse_options
 
 from shmap_tp.config.activation_names import QUERY_KEY_VALUE, SUBLAYER_OUTPUT
-from shmap_tp.config.schema import Config, Remat
+from shmap_tp.config.choices import Remat
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import Attention, Chunked, checkpoint_per_head
 from shmap_tp.layers.causal_attention import Pattern

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.choices import Precision
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, machine_peak
 from shmap_tp.hardware.xla_options import compile_with

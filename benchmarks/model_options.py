@@ -2,8 +2,9 @@
 
 from omegaconf import OmegaConf
 
+from shmap_tp.config.choices import Block, Mlp, Norm
 from shmap_tp.config.compose import CONF, to_dict
-from shmap_tp.config.schema import Block, Mlp, ModelConfig, Norm
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 
 PLAIN = {

@@ -24,16 +24,8 @@ from benchmark_gpu import configuration
 from measuring import WARM_UP, step_parser
 from model_options import refuse_options
 
-from shmap_tp.config.schema import (
-    AttentionKernel,
-    Block,
-    Config,
-    Mlp,
-    ModelConfig,
-    Norm,
-    PositionKind,
-    Remat,
-)
+from shmap_tp.config.choices import AttentionKernel, Block, Mlp, Norm, PositionKind, Remat
+from shmap_tp.config.schema import Config, ModelConfig
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, table_peak

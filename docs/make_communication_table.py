@@ -14,8 +14,9 @@ from typing import Any
 
 from generated_part import DOCS, GeneratedPart
 
+from shmap_tp.config.choices import Block, FsdpGradients, Remat, TensorParallelMode, Zero
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import Block, Config, FsdpGradients, Remat, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config
 from shmap_tp.parallel.mesh import axis_sizes
 from shmap_tp.plan.ledger import Direction, Entry, Operation
 from shmap_tp.plan.search.collective_seconds import activation_entries, local_parameters, placement_communication

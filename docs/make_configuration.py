@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # also without an installed package
 
 from generated_part import DOCS, GeneratedPart  # noqa: E402
 
-from shmap_tp.config import schema  # noqa: E402
+from shmap_tp.config import choices, schema  # noqa: E402
 from shmap_tp.config.activation_names import SAVED_BY_REMAT  # noqa: E402
 from shmap_tp.config.compose import load, to_dict  # noqa: E402
 
@@ -59,8 +59,8 @@ def section(name: str, node: ast.ClassDef, values: dict) -> list[str]:
         if kind in classes():
             groups += section(f"{name}.{field}", classes()[kind], values[field])
             continue
-        inner = kind.removeprefix("list[").removesuffix("]").removesuffix(" | None")
-        if options := getattr(schema, inner, None):
+        inner = kind.removeprefix("list[").removesuffix("]").removesuffix(" | None").removeprefix("choices.")
+        if options := getattr(choices, inner, None):
             options = ", ".join(f"`{value}`" for value in options)
             null = ", or `null`" if kind.endswith(" | None") else ""
             kind = f"list of {options}" if kind.startswith("list[") else f"one of {options}{null}"

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from shmap_tp.config import compose
-from shmap_tp.config.schema import Config, HeldIn, Precision
+from shmap_tp.config.choices import HeldIn, Precision
+from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.data.subwords import open_tokenizer_file

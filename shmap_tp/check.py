@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 
-from shmap_tp.config.schema import AUTO, Config, DataConfig, MeshConfig, Resume
+from shmap_tp.config.choices import Resume
+from shmap_tp.config.schema import AUTO, Config, DataConfig, MeshConfig
 from shmap_tp.config.sources import describe_shares, each_source, phases
 from shmap_tp.config.validate import keys_in_words, product_in_words, resolve_auto
 from shmap_tp.config.values import SCHEMES, value_of

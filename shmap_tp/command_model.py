@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shmap_tp.config.schema import HeldIn
+from shmap_tp.config.choices import HeldIn
 from shmap_tp.errors import ShmapTpError, UserError
 from shmap_tp.runtime.command_line import importing
 from shmap_tp.runtime.exit_codes import INTERRUPTED

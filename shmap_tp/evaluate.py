@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shmap_tp import command_model
-from shmap_tp.config.schema import Documents
+from shmap_tp.config.choices import Documents
 from shmap_tp.config.sources import each_source
 from shmap_tp.config.values import SCHEMES, check_path
 from shmap_tp.errors import UserError, refuse_first

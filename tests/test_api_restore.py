@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 import shmap_tp
 from shmap_tp.api import build
-from shmap_tp.config.schema import Precision
+from shmap_tp.config.choices import Precision
 from shmap_tp.training.checkpoint_files import find_checkpoint, restore_parameters
 from tests.helpers.assertions import assert_same_bits, by_path
 from tests.helpers.fresh_process import python

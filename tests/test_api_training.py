@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shmap_tp
-from shmap_tp.config.schema import Resume
+from shmap_tp.config.choices import Resume
 from shmap_tp.data.batches import Batches
 from tests.helpers.assertions import RELATIVE, assert_close, assert_same_bits, by_path
 from tests.helpers.model_fixtures import sequences, small

@@ -5,7 +5,7 @@ A layer names what a policy may want to save; `model/blocks.py` builds the JAX p
 offloaded.
 """
 
-from shmap_tp.config.schema import Remat, SavedActivation
+from shmap_tp.config.choices import Remat, SavedActivation
 
 BLOCK_INPUT = "input"
 """x as it enters a block."""

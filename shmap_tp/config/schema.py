@@ -1,33 +1,10 @@
 """The names, types and rules of all configuration keys, each with a sentence.  Their values are in `conf/` only."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-TensorParallelMode = StrEnum("TensorParallelMode", ["all_reduce", "sequence", "collective_matmul"])
-Zero = StrEnum("Zero", ["none", "zero1", "fsdp"])
-FsdpGradients = StrEnum("FsdpGradients", ["reduce_scatter", "ring"])
-Block = StrEnum("Block", ["parallel", "sequential", "parallel_two_norms"])
-Norm = StrEnum("Norm", ["layernorm", "rmsnorm", "rmsnorm_unit_offset"])
-Mlp = StrEnum("Mlp", ["gelu", "gelu_erf", "swiglu", "geglu", "clamped_swiglu"])
-PositionKind = StrEnum("PositionKind", ["alibi", "rotary", "learned"])
-RouterScores = StrEnum("RouterScores", ["softmax", "sigmoid"])
-RotaryPairing = StrEnum("RotaryPairing", ["half", "neighbouring"])
-RotaryScaling = StrEnum("RotaryScaling", ["none", "llama3", "linear", "yarn", "yarn_unrounded"])
-AdapterScale = StrEnum("AdapterScale", ["rank", "sqrt_rank"])
-NormPlacement = StrEnum("NormPlacement", ["before", "after", "both"])
-LayerKind = StrEnum("LayerKind", ["local", "global", "nope"])
-AttentionKernel = StrEnum("AttentionKernel", ["auto", "chunked", "splash", "cudnn"])
-Remat = StrEnum("Remat", ["none", "full", "attention_output", "attention", "mlp", "attention_and_up", "all_matmuls"])
-SavedActivation = StrEnum("SavedActivation", "input sublayer_output query_key_value attention_output gate up")
-Documents = StrEnum("Documents", ["isolated", "joined"])
-Precision = StrEnum("Precision", ["auto", "float32", "bfloat16"])
-MomentumDtype = StrEnum("MomentumDtype", ["float32", "bfloat16"])
-MatmulPrecision = StrEnum("MatmulPrecision", ["bfloat16", "int8", "fp8"])
-HeldIn = StrEnum("HeldIn", [*Precision, "int8"])
-Schedule = StrEnum("Schedule", ["cosine", "linear", "constant", "wsd"])
-OptimizerName = StrEnum("OptimizerName", ["adamw", "muon"])
-Resume = StrEnum("Resume", ["never", "if_present", "must"])
+from shmap_tp.config import choices
+
 AUTO = "auto"  # mesh.dp: all devices divided by mesh.cp and mesh.mp; checkpoint.every: what loses least
 
 
@@ -47,13 +24,13 @@ class RunConfig:
     compilation_cache: str | None = key(schemes=("gs",))
     """Directory or gs:// path of compiled programs, written by process 0 and read by all; null disables the cache."""
     join_timeout_seconds: int = key(below=10**6)
-    """How long a process waits at the start until all other processes have joined."""
+    """Seconds that a process waits at the start until all other processes have joined."""
     lost_timeout_seconds: int = key(least=5, below=10**6)
-    """Heartbeat time-out: a process that is silent for this long is considered lost, and the others exit."""
+    """Heartbeat time-out in seconds: a process that is silent for longer is considered lost, and the others exit."""
     compiler_options: dict[str, str]
     """XLA options for compiling the training step; they override those of `hardware/xla_options.py`."""
     components: str | None
-    """FILE.py:NAME as in --components: parts of one's own of the model or the step (docs/extending.md); null: none."""
+    """FILE.py:NAME, as in --components: your own parts of the model or of the step (docs/extending.md); null: none."""
 
 
 @dataclass
@@ -63,18 +40,20 @@ class MeshConfig:
     mp: int = key(below=2**16)
     """Tensor-parallel (model-parallel) size: the number of devices over which each layer is sharded."""
     cp: int = key(below=2**16)
-    """Context-parallel size: the devices over which each row is split, in 2 chunks each; 2 cp divides model.context."""
+    """Context-parallel size: the devices over which each sequence is split; 2 cp must divide model.context."""
     ep: int = key(below=2**16, unless=1, needs="model.experts")
-    """Expert-parallel size: the dp ranks over which experts are sharded, besides mp; a divisor of dp / slices."""
-    tensor_parallel: TensorParallelMode
-    """all_reduce: activations between layers are replicated (Megatron).  sequence: they are sharded over time, gathered
-    before and scattered after a layer; mp divides model.context.  collective_matmul: the same beside the matmuls."""
+    """Expert-parallel size: the dp ranks over which experts are sharded, besides mp; it must divide dp / slices."""
+    tensor_parallel: choices.TensorParallelMode
+    """all_reduce: activations between layers are replicated (Megatron).  sequence: they are sharded over time,
+    all-gathered before and reduce-scattered after a layer; mp must divide model.context.  collective_matmul: as
+    sequence, with both collectives split into ring steps that overlap the matmuls."""
     tile: list[int] | None
     """Shape [x, y, z, cores] of the box of a TPU slice that one mp group occupies; null chooses the fewest hops."""
-    zero: Zero
-    """What is sharded over dp and cp.  zero1: optimizer state and update (ZeRO-1).  fsdp: also parameters (ZeRO-3)."""
-    fsdp_gradients: FsdpGradients = key(unless="reduce_scatter", needs="mesh.zero=fsdp")
-    """How FSDP reduces gradients: after each weight-gradient matmul, or in ring steps that overlap its next chunk."""
+    zero: choices.Zero
+    """What is sharded over dp and cp.  none: nothing.  zero1: the optimizer state and its update (ZeRO-1).  fsdp: also
+    the parameters, which are all-gathered layer by layer (ZeRO-3)."""
+    fsdp_gradients: choices.FsdpGradients = key(unless="reduce_scatter", needs="mesh.zero=fsdp")
+    """How FSDP reduces a gradient: after its whole matmul, or in ring steps beside the matmul of the next chunk."""
     slices: int = key(below=2**16)
     """How many slices (devices with a fast network of their own) dp spans; FSDP sends only shards between them."""
     processes: int = key(below=2**16)
@@ -94,11 +73,11 @@ class AdapterConfig:
     """r, the size between a and b; 0: no adapters, all parameters are trained."""
     alpha: float = key(above=0, usual="the rank, or twice the rank,")
     """What the product of the factors is multiplied by, before it is divided as `scale` says."""
-    scale: AdapterScale
+    scale: choices.AdapterScale
     """rank: alpha / r.  sqrt_rank: alpha / sqrt(r) (rsLoRA)."""
     matrices: list[str]
     """Which matrices of the blocks have one: all, attention, mlp, or names: query, key, value, out, gate, up, down."""
-    base_dtype: Precision
+    base_dtype: choices.Precision
     """dtype of the other, frozen matrices.  auto: that of the activations, which gives the same results as float32."""
 
 
@@ -107,7 +86,8 @@ class ModelConfig:
     name: str
     """Name of the model in tables and messages."""
     from_pretrained: str | None
-    """A Hugging Face directory, or a name on the hub, which gives the other keys and weights; null: none."""
+    """A Hugging Face directory (config.json and *.safetensors), or a name on the hub: the other keys of this section
+    follow from its config.json, and a new run starts from its weights.  null: random weights."""
     width: int = key(below=2**24)
     """D, the size of the residual stream."""
     layers: int = key(below=2**16)
@@ -125,13 +105,14 @@ class ModelConfig:
     experts_per_token: int = key(below=2**16)
     """How many experts compute each token, those with the highest scores."""
     expert_capacity: float | None = key(needs="model.experts")
-    """For mesh.ep: the most rows a device sends another, relative to even load; others are dropped.  null: all rows."""
-    router_scores: RouterScores
+    """For mesh.ep: the rows that a device can send to one other, times those of even load; null: none is dropped."""
+    router_scores: choices.RouterScores
     """Scores of the experts, from a token times the router's weight: softmax over all, or sigmoid of each."""
     router_normalize: bool
     """Whether the scores of a token's chosen experts, its weights, are divided by their sum."""
     router_bias_rate: float | None = key(least=0, needs="model.experts")
-    """How far a step moves each expert's bias, added to its score for the choice alone, to even loads; null: none."""
+    """How far each step raises the bias of experts that fewer tokens chose than the mean, and lowers that of the
+    others.  The bias is added to an expert's score for the choice alone; null: no bias."""
     router_balance_loss: float = key(least=0, unless=0, needs="model.experts")
     """Weight of the load-balancing loss, which is 1 in each block where all experts are chosen alike; 0: none."""
     router_z_loss: float = key(least=0, unless=0, needs="model.experts")
@@ -144,23 +125,25 @@ class ModelConfig:
     """The embedding and output head are padded to a multiple of this, which mp must divide; the loss is the same."""
     context: int = key(below=2**24)
     """T, the number of tokens per training sequence; mp must divide it unless tensor_parallel=all_reduce."""
-    block: Block
-    """parallel: attention and MLP read one input; parallel_two_norms: each after its own norm.  sequential: in turn."""
-    norm: Norm
+    block: choices.Block
+    """parallel: attention and MLP read the same normalised input and share their collectives.  parallel_two_norms: the
+    same, each with the scale and bias of a norm of its own.  sequential: the MLP after attention."""
+    norm: choices.Norm
     """Normalisation layer.  rmsnorm_unit_offset: RMSNorm multiplied by 1 + weight instead of by the weight."""
     norm_epsilon: float | None = key(above=0)
     """Added to the variance in a norm; null is 1e-5 for layernorm and 1e-6 for the others."""
     norm_bias: bool = key(unless=False, needs="model.norm=layernorm")
     """Whether every LayerNorm adds a bias."""
-    norm_placement: NormPlacement = key(unless="before", needs="model.block=sequential")
-    """For block=sequential: whether the input of attention and MLP is normalised (before), their output, or both."""
+    norm_placement: choices.NormPlacement = key(unless="before", needs="model.block=sequential")
+    """For block=sequential.  before: the inputs of attention and MLP are normalised.  after: their outputs.  both."""
     qk_norm: bool
     """Whether each head of q and k is normalised, before the rotary encoding, by an RMSNorm like that of `norm`."""
     qk_norm_across_heads: bool = key(unless=False, needs="model.qk_norm=true")
     """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
-    mlp: Mlp
-    """gelu: in its tanh form.  gelu_erf: exact.  swiglu, geglu: a gate projection, by SiLU or the tanh form of GELU.
-    clamped_swiglu: as swiglu, with gate and up of at most 7, SiLU of 1.702 x gate, and up + 1."""
+    mlp: choices.Mlp
+    """Activation of the MLP.  gelu: GELU in its tanh form.  gelu_erf: exact GELU.  swiglu, geglu: up times a gate,
+    which has SiLU or the tanh form of GELU.  clamped_swiglu: as swiglu, with gate and up of at most 7, gate x
+    sigmoid(1.702 gate) for SiLU, and up + 1."""
     qkv_bias: bool
     """Whether the query, key and value projections add a bias."""
     attention_output_bias: bool
@@ -169,34 +152,37 @@ class ModelConfig:
     """Whether the projections of the MLP add a bias; or those of each expert, and the router."""
     head_bias: bool = key(unless=False, needs="model.tie_embeddings=false")
     """Whether the output head adds a bias; it needs tie_embeddings=false."""
-    positions: PositionKind
-    """Position encoding."""
+    positions: choices.PositionKind
+    """Position encoding: biases of the scores (alibi), rotated q and k (rotary), or an embedding (learned)."""
     rotary_base: float
     """For positions=rotary: pair k of R/2 is rotated by position x base^(-2k/R)."""
     rotary_dim: int | None = key(least=2, needs="model.positions=rotary")
     """For positions=rotary: R, how many elements of each head are rotated, the first ones; null is all of them."""
-    rotary_pairing: RotaryPairing = key(unless="half", needs="model.positions=rotary")
+    rotary_pairing: choices.RotaryPairing = key(unless="half", needs="model.positions=rotary")
     """For positions=rotary: which elements form a pair.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
-    rotary_scaling: RotaryScaling = key(unless="none", needs="model.positions=rotary")
-    """For positions=rotary.  linear: all rates are divided by the factor.  llama3: only those whose wavelength exceeds
-    original_context / low_frequency_factor; below original_context / high_frequency_factor they stay; interpolated
-    between.  yarn: interpolated by number of the pair (yarn_unrounded: a fraction); q, k times rotary_amplitude."""
+    rotary_scaling: choices.RotaryScaling = key(unless="none", needs="model.positions=rotary")
+    """For positions=rotary: how the rates are lowered for a longer context.  linear: all are divided by the factor.
+    llama3: those whose wavelength exceeds original_context / low_frequency_factor are divided, those below
+    original_context / high_frequency_factor stay, and those between are interpolated by wavelength.  yarn: as llama3,
+    but interpolated by the number of the pair, from one whole pair to another (yarn_unrounded: from a fraction of one),
+    and the rotated elements of q and k are multiplied by rotary_amplitude."""
     rotary_scaling_factor: float
-    """For rotary_scaling=llama3, linear and yarn: what low rates, or all, are divided by."""
+    """For rotary_scaling=llama3, yarn and linear: what low rates, with linear all rates, are divided by."""
     rotary_low_frequency_factor: float = key(least=0)
-    """For rotary_scaling=llama3 and yarn: rotations in the original context below which the rate is divided."""
+    """For rotary_scaling=llama3 and yarn: rotations in the original context below which a rate is divided."""
     rotary_high_frequency_factor: float = key(least=0)
-    """For rotary_scaling=llama3 and yarn: number of rotations in the original context above which the rate stays."""
+    """For rotary_scaling=llama3 and yarn: rotations in the original context above which a rate stays."""
     rotary_original_context: int
     """For rotary_scaling=llama3 and yarn: the context that the model was trained with before its rates were scaled."""
     rotary_amplitude: float | None = key(least=0)
     """For rotary_scaling=yarn: what the rotated elements of q and k are multiplied by; null: 0.1 log(factor) + 1."""
     window: int | None
     """In local layers a token attends to the last `window` tokens, itself included; null: to all before it."""
-    layer_pattern: list[LayerKind]
-    """Which layers are local, global (no window) or nope (no rotary either), repeated over the layers; []: local."""
+    layer_pattern: list[choices.LayerKind]
+    """Which layers are local, global (without the window) or nope (global, without the rotary encoding), repeated over
+    the layers; the first layer has the first element.  []: all are local."""
     rotary_local_base: float | None = key(needs="model.positions=rotary model.window")
-    """For positions=rotary: the base in local layers, whose rates are not scaled; null: as in the others."""
+    """For positions=rotary: the base in local layers, whose rates are then not scaled; null: as in the others."""
     attention_softcap: float | None = key(above=0)
     """Scores become softcap x tanh(score / softcap) before the mask; null: they stay as they are."""
     attention_scale_dim: int | None
@@ -211,15 +197,19 @@ class ModelConfig:
     """The embedding is multiplied by this, rounded to the dtype of the activations; 1 changes nothing."""
     init_std: float = key(least=0)
     """Standard deviation of the initial weights; projections into the residual stream use init_std / sqrt(2 layers)."""
-    remat: Remat
-    """Activations saved in a block.  none: all.  full: its input.  attention_output: also its attention.  attention:
-    also q, k, v, sublayer outputs; attention_and_up: and up.  mlp: input, sublayer outputs, gate, up.  all_matmuls."""
-    offload: list[SavedActivation]
-    """Which of the saved activations are offloaded to host memory until the backward pass; no effect on CPU."""
+    remat: choices.Remat
+    """Activation checkpointing: which activations of a block are saved, so that the backward pass does not recompute
+    them.  none: all.  full: its input.  attention_output: also the output of the attention kernel.  attention: also q,
+    k, v and sublayer outputs.  attention_and_up: also up.  mlp: input, sublayer outputs, and the MLP's gate and up.
+    all_matmuls: all of these."""
+    offload: list[choices.SavedActivation]
+    """Which of the saved activations are kept in host memory until the backward pass; no effect on CPU."""
     row_major: bool
-    """Whether TPUs store q, k, v, and of sequential blocks input and sublayer outputs, row-major; else XLA decides."""
-    attention: AttentionKernel
-    """chunked: XLA, attention_chunk queries at a time; splash: TPU v4 or later.  cudnn: NVIDIA.  auto: the device's."""
+    """Whether TPUs store q, k and v row-major, and in sequential blocks the input and the sublayer outputs too; false:
+    XLA chooses the layout."""
+    attention: choices.AttentionKernel
+    """What computes attention.  chunked: plain XLA, attention_chunk queries at a time.  splash: a Pallas kernel for TPU
+    v4 and later.  cudnn: NVIDIA's kernel.  auto: the device's kernel where it supports this model, else chunked."""
     attention_chunk: int
     """For attention=chunked: the number of queries whose scores are in memory at a time."""
     adapter: AdapterConfig
@@ -233,14 +223,16 @@ class DataConfig:
     dir: str | None = key(schemes=("gs",))
     """Directory with train.bin, validation.bin and meta.json, or its URL, such as gs://bucket/data; null: `sources`."""
     sources: dict[str, Any]
-    """Directories in place of `dir`: {name: {dir, weight, from_step}}.  Weights are shares of the sequences that
-    add up to 1: 0.7, 1/3, or {0: 0.7, 1000: 0.5} by step.  A source is left out of the first from_step steps."""
+    """Directories in place of `dir`: {name: {dir, weight, from_step}}.  Weights are shares of the sequences that add up
+    to 1: 0.7, 1/3, or {0: 0.7, 1000: 0.5} by step.  A source is left out of the first from_step steps."""
     cache: str | None = key(schemes=())
     """Directory on each host for a copy of data whose `dir` is a URL; null: its rows are read from the URL."""
     source: str | None
-    """stdlib, or arguments of shmap_tp.prepare that a run prints if `dir` is empty; stdlib it prepares itself."""
-    documents: Documents
-    """isolated: a token sees its own document alone, which begins at position 0.  joined: a sequence is one text."""
+    """Where the data comes from.  stdlib, or `--source stdlib --train-tokenizer N`: a run prepares an empty `dir`
+    itself.  Other arguments of shmap_tp.prepare: a run prints the command for an empty `dir`.  null: not known."""
+    documents: choices.Documents
+    """isolated: a token sees earlier tokens of its own document alone, whose first position is 0; the first token of a
+    document is no target.  joined: a sequence is one text."""
 
 
 @dataclass
@@ -253,9 +245,9 @@ class TrainConfig:
     """Gradient accumulation: the number of microbatches per step; dp must divide batch / microbatches."""
     max_sequences_per_device: int | None = key(zero_is_null=True)
     """Upper limit of the sequences that a device computes at a time, for which `microbatches` is raised; null: none."""
-    precision: Precision
+    precision: choices.Precision
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
-    matmul_precision: MatmulPrecision
+    matmul_precision: choices.MatmulPrecision
     """int8, fp8: linear layers of blocks round what they multiply to 8 bits (docs/precision.md); bfloat16: not."""
     z_loss: float = key(least=0)
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
@@ -277,14 +269,15 @@ class TrainConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: OptimizerName
+    name: choices.OptimizerName
     """What updates the parameters.  muon: Muon for matrices of blocks, AdamW for the rest, with one learning rate."""
     learning_rate: float = key(least=0)
     """Peak learning rate, reached at the end of the warm-up."""
     final_learning_rate: float = key(least=0)
     """Learning rate at the end of the decay, and from then on."""
-    schedule: Schedule
-    """After the warm-up.  cosine, linear: a decay until decay_steps; wsd: only in the last of them.  constant: none."""
+    schedule: choices.Schedule
+    """Learning rate after the warm-up.  cosine, linear: it decays until step decay_steps.  wsd (warm-up, stable,
+    decay): the peak, then a linear decay in the last decay_fraction of decay_steps.  constant: the peak."""
     warmup_steps: int = key(least=0)
     """Steps over which the learning rate rises linearly; step n of them has n / warmup_steps of the peak."""
     decay_steps: int
@@ -309,7 +302,7 @@ class OptimizerConfig:
     """Added to the denominator of Adam's update."""
     momentum: float = key(least=0, below=1)
     """For name=muon: what the (Nesterov) momentum is multiplied by before each gradient is added."""
-    momentum_dtype: MomentumDtype
+    momentum_dtype: choices.MomentumDtype
     """dtype of Adam's first moment and of Muon's momentum; bfloat16 saves 2 bytes a parameter, in checkpoints too."""
     newton_schulz_steps: int = key(below=2**6)
     """For name=muon: iterations that orthogonalize a matrix; 5 is usual."""
@@ -334,7 +327,7 @@ class GuardConfig:
 @dataclass
 class EvaluateConfig:
     every: int = key(least=0)
-    """Steps between evaluations; 0: only at the end.  Else a run from given weights is evaluated before step 1, too."""
+    """Steps between evaluations; 0: only at the end, else a run from pretrained weights also has one before step 1."""
     batches: int
     """Number of validation batches per evaluation, always the same ones."""
 
@@ -367,14 +360,14 @@ class CheckpointConfig:
     """How many of the newest checkpoints are kept."""
     keep_every: int | None = key(zero_is_null=True)
     """Checkpoints at multiples of this step are kept forever; null keeps none of them."""
-    resume: Resume
+    resume: choices.Resume
     """never: `dir` must hold no checkpoint.  must: continue from the newest.  if_present: continue if there is one."""
 
 
 @dataclass
 class LogConfig:
     every: int
-    """Steps between printed lines, if stderr is no terminal; the first step has one, too, and every 30 seconds one."""
+    """Steps between printed lines where stderr is no terminal; the first step, and 30 silent seconds, have one too."""
     tensorboard: bool
     """Whether to write TensorBoard events to the run directory."""
     wandb: bool

@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from shmap_tp.config import schema
+from shmap_tp.config import choices
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.schema import AUTO, Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from shmap_tp.config.schema import AUTO, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig
 from shmap_tp.config.sources import check_sources
 from shmap_tp.config.values import faults_of_values, padded_vocabulary
 from shmap_tp.errors import UserError, refuse_first, shown
 
-GATED_MLPS = (schema.Mlp.swiglu, schema.Mlp.geglu, schema.Mlp.clamped_swiglu)
+GATED_MLPS = (choices.Mlp.swiglu, choices.Mlp.geglu, choices.Mlp.clamped_swiglu)
 EXPERT_MATRICES = {"all", "mlp", "gate", "up", "down"}
 """Names in model.adapter.matrices that would be of matrices of experts."""
 
@@ -108,14 +108,14 @@ def _faults_of_source(data: DataConfig) -> Iterator[str]:
         )
 
 
-def _faults_of_schedule(optimizer: schema.OptimizerConfig, steps: int) -> Iterator[str]:
+def _faults_of_schedule(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
     fraction, end, warmup = optimizer.decay_fraction, optimizer.decay_steps, optimizer.warmup_steps
-    if optimizer.schedule == schema.Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
+    if optimizer.schedule == choices.Schedule.constant or (end <= warmup and steps <= warmup):  # the run has no decay
         return
     if end <= warmup:
         yield f"optimizer.decay_steps={end} must be above optimizer.warmup_steps={warmup}: both count from step 1"
     decay = round(fraction * end)
-    if optimizer.schedule == schema.Schedule.wsd and not 1 <= decay <= end - warmup:
+    if optimizer.schedule == choices.Schedule.wsd and not 1 <= decay <= end - warmup:
         yield (
             f"optimizer.decay_fraction={fraction} of optimizer.decay_steps={end} is {decay} steps, which must be from "
             f"1 to {end - warmup},\nthe steps after optimizer.warmup_steps={warmup}; change one of them, or use "
@@ -154,7 +154,7 @@ def _cut_along_mp(mesh: MeshConfig, model: ModelConfig) -> dict[str, int]:
         sizes["ffn"] = 0
         sizes |= {"experts": model.experts, "shared_expert_ffn": model.shared_expert_ffn}
     sizes = {what: size for what, size in sizes.items() if size}
-    return sizes | ({} if mesh.tensor_parallel == schema.TensorParallelMode.all_reduce else {"context": model.context})
+    return sizes | ({} if mesh.tensor_parallel == choices.TensorParallelMode.all_reduce else {"context": model.context})
 
 
 def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
@@ -165,15 +165,15 @@ def _fitting_mp(mesh: MeshConfig, model: ModelConfig) -> list[int]:
 
 def _faults_of_time_cut(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
     """Rows are cut in two chunks for each rank of cp, and their parts again over mp where its mode does that."""
-    is_cut_again = mesh.tensor_parallel != schema.TensorParallelMode.all_reduce
+    is_cut_again = mesh.tensor_parallel != choices.TensorParallelMode.all_reduce
     parts, what = (math.lcm(2, mesh.mp), "2 and mesh.mp") if is_cut_again else (2, "2")
     if mesh.cp > 1 and model.context % (mesh.cp * parts):
         fit = [n for n in range(1, min(model.context, 1024) + 1) if model.context % (n * parts) == 0]
-        choices = f"mesh.cp in {{{', '.join(map(str, fit))}}}, or " if fit else ""
+        advised = f"mesh.cp in {{{', '.join(map(str, fit))}}}, or " if fit else ""
         longer = -(-model.context // (mesh.cp * parts)) * mesh.cp * parts
         yield (
             f"mesh.cp={mesh.cp}: model.context={model.context} (model {model.name}) cannot be cut in {mesh.cp} parts "
-            f"that {what} divide; use {choices}model.context={longer}"
+            f"that {what} divide; use {advised}model.context={longer}"
         )
 
 
@@ -197,15 +197,15 @@ def _faults_of_experts(mesh: MeshConfig, model: ModelConfig) -> Iterator[str]:
 
 def _faults_of_positions(model: ModelConfig) -> Iterator[str]:
     rotated = model.rotary_dim or model.head_dim
-    if model.positions == schema.PositionKind.rotary and (rotated % 2 or rotated > model.head_dim):
+    if model.positions == choices.PositionKind.rotary and (rotated % 2 or rotated > model.head_dim):
         key = "head_dim" if model.rotary_dim is None else "rotary_dim"
         yield (
             f"model.{key}={rotated} must be even for model.positions=rotary, which rotates pairs of elements, and at "
             f"most model.head_dim={model.head_dim} (model {model.name})"
         )
     low, high = model.rotary_low_frequency_factor, model.rotary_high_frequency_factor
-    is_yarn = model.rotary_scaling in (schema.RotaryScaling.yarn, schema.RotaryScaling.yarn_unrounded)
-    if (is_yarn or model.rotary_scaling == schema.RotaryScaling.llama3) and not 0 < low < high:
+    is_yarn = model.rotary_scaling in (choices.RotaryScaling.yarn, choices.RotaryScaling.yarn_unrounded)
+    if (is_yarn or model.rotary_scaling == choices.RotaryScaling.llama3) and not 0 < low < high:
         yield (
             f"model.rotary_low_frequency_factor={low} must be above 0 and below "
             f"model.rotary_high_frequency_factor={high}; Llama 3.1 has 1 and 4, YaRN 1 and 32"
@@ -222,7 +222,7 @@ def _faults_of_layers(model: ModelConfig) -> Iterator[str]:
     name = f"model.layer_pattern=[{','.join(pattern)}]"
     if len(pattern) > model.layers:
         yield f"{name} has {len(pattern)} elements, more than model.layers={model.layers} (model {model.name})"
-    if pattern and (schema.LayerKind.local in pattern) != (model.window is not None):
+    if pattern and (choices.LayerKind.local in pattern) != (model.window is not None):
         reason = "has no local layer" if model.window else "has local layers, which need a window"
         yield f"{name} {reason}, but model.window={shown(model.window)} (model {model.name}); change one of them"
     for saved in model.offload:
@@ -241,9 +241,9 @@ def _faults_of_combinations(config: Config) -> Iterator[str]:
             found.append(f"{one} cannot be combined with {other} (model {model.name}); use {instead}")
 
     adapter, cp, experts = f"model.adapter.rank={rank}", f"mesh.cp={mesh.cp}", f"model.experts={model.experts}"
-    if mesh.fsdp_gradients == schema.FsdpGradients.ring:
+    if mesh.fsdp_gradients == choices.FsdpGradients.ring:
         ring, instead = "mesh.fsdp_gradients=ring", "mesh.fsdp_gradients=reduce_scatter"
-        is_matmul = mesh.tensor_parallel == schema.TensorParallelMode.collective_matmul
+        is_matmul = mesh.tensor_parallel == choices.TensorParallelMode.collective_matmul
         refuse(rank, ring, adapter, instead)
         matmul, sequence = (f"mesh.tensor_parallel={mode}" for mode in ("collective_matmul", "sequence"))
         refuse(is_matmul, ring, matmul, f"{sequence}, or {instead}")
@@ -251,21 +251,21 @@ def _faults_of_combinations(config: Config) -> Iterator[str]:
         refuse(mesh.ep > 1, ring, f"mesh.ep={mesh.ep}", instead)
     if mesh.cp > 1:
         refuse(train.dpo_beta, "train.dpo_beta", f"{cp}, which cuts the answers of a pair apart", "mesh.cp=1")
-        is_saved = schema.SavedActivation.query_key_value in model.offload
+        is_saved = choices.SavedActivation.query_key_value in model.offload
         refuse(is_saved, "model.offload with query_key_value", f"{cp}, which gathers whole rows of them", "mesh.cp=1")
     if train.dpo_beta:
         refuse(train.z_loss, "train.dpo_beta", f"train.z_loss={train.z_loss}", "train.z_loss=0")
         what = "model.adapter.rank=0: the model is compared with itself without its adapter"
         refuse(not rank, "train.dpo_beta", what, "model.adapter.rank=16, or train.dpo_beta=null")
-    is_unknown = model.norm == schema.Norm.rmsnorm_unit_offset and model.qk_norm_across_heads
+    is_unknown = model.norm == choices.Norm.rmsnorm_unit_offset and model.qk_norm_across_heads
     refuse(is_unknown, "model.qk_norm_across_heads=true", f"norm={model.norm}", "rmsnorm")
-    is_unread = schema.SavedActivation.sublayer_output in model.offload and model.block != schema.Block.sequential
+    is_unread = choices.SavedActivation.sublayer_output in model.offload and model.block != choices.Block.sequential
     refuse(is_unread, "model.offload with sublayer_output", f"model.block={model.block}", "another model.offload")
-    has_nope = schema.LayerKind.nope in model.layer_pattern and model.positions != schema.PositionKind.rotary
+    has_nope = choices.LayerKind.nope in model.layer_pattern and model.positions != choices.PositionKind.rotary
     refuse(has_nope, "model.layer_pattern with nope", f"model.positions={model.positions}", "model.positions=rotary")
     refuse(rank and not model.adapter.matrices, adapter, "model.adapter.matrices=[]", "model.adapter.matrices=[all]")
     if model.experts:
-        refuse(model.block != schema.Block.sequential, experts, f"model.block={model.block}", "model.block=sequential")
+        refuse(model.block != choices.Block.sequential, experts, f"model.block={model.block}", "model.block=sequential")
         refuse(model.mlp not in GATED_MLPS, experts, f"model.mlp={model.mlp}", f"one of {', '.join(GATED_MLPS)}")
         shared = f"model.shared_expert_ffn={model.shared_expert_ffn}"
         refuse(model.shared_expert_ffn and model.mlp_bias, shared, "model.mlp_bias=true", "model.mlp_bias=false")

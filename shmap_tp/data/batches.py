@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from shmap_tp.config.schema import Config, DataConfig, Documents, ModelConfig, TrainConfig
+from shmap_tp.config.choices import Documents
+from shmap_tp.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from shmap_tp.config.sources import describe_shares, each_source, first_source, phases
 from shmap_tp.data import metadata
 from shmap_tp.data.chat_template import ChatTemplate

@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 import jax  # it sets TPU_SKIP_MDS_QUERY where it finds no chip
 import jax.numpy as jnp
 
-from shmap_tp.config.schema import MatmulPrecision
+from shmap_tp.config.choices import MatmulPrecision
 from shmap_tp.errors import UserError, shown
 
 GIB = 2**30

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from shmap_tp.config.schema import Config, TensorParallelMode
+from shmap_tp.config.choices import TensorParallelMode
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import generation
 

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shmap_tp.config.schema import ModelConfig, PositionKind
+from shmap_tp.config.choices import PositionKind
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend
 from shmap_tp.layers.flash_attention import BLOCKS

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from shmap_tp.config.schema import DataConfig, Documents, ModelConfig
+from shmap_tp.config.choices import Documents
+from shmap_tp.config.schema import DataConfig, ModelConfig
 from shmap_tp.data.batches import check_rows, isolating_id, open_data
 from shmap_tp.data.metadata import Meta, read_meta
 from shmap_tp.data.subwords import has_tokenized

@@ -14,7 +14,8 @@ Decided once, when programs are built, and passed down as a value: no layer asks
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, PositionKind, SavedActivation
+from shmap_tp.config.choices import AttentionKernel, PositionKind, SavedActivation
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.layers.attention import AnyAttention, Chunked

@@ -32,7 +32,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from shmap_tp.config.activation_names import GATE, UP
-from shmap_tp.config.schema import Config, MeshConfig, ModelConfig, RouterScores
+from shmap_tp.config.choices import RouterScores
+from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.expert_dispatch import dispatch_of_mesh

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from shmap_tp.config.activation_names import GATE, UP
-from shmap_tp.config.schema import Mlp
+from shmap_tp.config.choices import Mlp
 from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.xla_workarounds import exact_gelu
 from shmap_tp.parallel.tensor_parallel import Activation, TensorParallel

@@ -23,7 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shmap_tp.config.activation_names import NORM_STATISTICS
-from shmap_tp.config.schema import ModelConfig, Norm
+from shmap_tp.config.choices import Norm
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.parallel.collective_matmul import Product
 from shmap_tp.parallel.collectives import all_reduce, mark_varying
 from shmap_tp.parallel.mesh import MP

@@ -29,7 +29,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import ModelConfig, PositionKind, RotaryPairing, RotaryScaling
+from shmap_tp.config.choices import PositionKind, RotaryPairing, RotaryScaling
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.parallel.mesh import MP
 from shmap_tp.parallel.partitioning import ParameterKind, param
 from shmap_tp.parallel.tensor_parallel import TensorParallel

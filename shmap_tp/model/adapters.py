@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PRNGKeyArray
 
-from shmap_tp.config.schema import AdapterConfig, AdapterScale
+from shmap_tp.config.choices import AdapterScale
+from shmap_tp.config.schema import AdapterConfig
 from shmap_tp.errors import UserError
 from shmap_tp.layers.linear import DECLARED, Linear, with_adapter
 from shmap_tp.parallel.partitioning import is_factor, path_name

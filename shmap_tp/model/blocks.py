@@ -34,7 +34,8 @@ from shmap_tp.config.activation_names import (
     QUERY_KEY_VALUE,
     SAVED_BY_REMAT,
 )
-from shmap_tp.config.schema import Block, ModelConfig, NormPlacement, Remat, SavedActivation
+from shmap_tp.config.choices import Block, NormPlacement, Remat, SavedActivation
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.layers.attention import AnyAttention, Attention, with_sinks
 from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.experts import Experts

@@ -27,7 +27,8 @@ from typing import Any
 
 import equinox as eqx
 
-from shmap_tp.config.schema import AttentionKernel, ModelConfig, Remat
+from shmap_tp.config.choices import AttentionKernel, Remat
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.errors import UserError
 from shmap_tp.model.sharded_model import CONFIGURED_MODEL, ModelComponents, parameter_shapes

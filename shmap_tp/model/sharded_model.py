@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from shmap_tp.config.schema import Config, ModelConfig, Precision
+from shmap_tp.config.choices import Precision
+from shmap_tp.config.schema import Config, ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention, Chunked
 from shmap_tp.layers.attention_selection import select_attention

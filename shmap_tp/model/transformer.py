@@ -30,7 +30,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from shmap_tp.config.schema import LayerKind, ModelConfig, Remat, SavedActivation
+from shmap_tp.config.choices import LayerKind, Remat, SavedActivation
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention

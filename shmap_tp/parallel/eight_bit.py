@@ -37,7 +37,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from shmap_tp.config.schema import MatmulPrecision
+from shmap_tp.config.choices import MatmulPrecision
 from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.parallel.collectives import all_gather, mark_varying, reduce_scatter, varying_axes
 

@@ -44,7 +44,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shmap_tp.config.schema import MeshConfig, Zero
+from shmap_tp.config.choices import Zero
+from shmap_tp.config.schema import MeshConfig
 from shmap_tp.parallel.collectives import all_gather, all_gather_invariant, all_reduce, local_shard, reduce_scatter
 from shmap_tp.parallel.eight_bit import EightBit
 from shmap_tp.parallel.mesh import DP_SLICE, Role, axes_of, axis_sizes, has_rings, token_axes

@@ -32,7 +32,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh
 
-from shmap_tp.config.schema import FsdpGradients, MeshConfig, TensorParallelMode
+from shmap_tp.config.choices import FsdpGradients, TensorParallelMode
+from shmap_tp.config.schema import MeshConfig
 from shmap_tp.config.validate import keys_in_words, product_in_words
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Device

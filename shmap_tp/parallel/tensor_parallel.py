@@ -42,7 +42,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PyTree
 
 from shmap_tp.config.activation_names import SUBLAYER_OUTPUT
-from shmap_tp.config.schema import TensorParallelMode
+from shmap_tp.config.choices import TensorParallelMode
 from shmap_tp.parallel import collective_matmul
 from shmap_tp.parallel.collective_matmul import Product
 from shmap_tp.parallel.mesh import MP

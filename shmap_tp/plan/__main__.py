@@ -26,7 +26,8 @@ from shmap_tp.runtime.command_line import end_at_ctrl_c, end_without_readers
 if __name__ == "__main__":
     end_at_ctrl_c()  # a compilation would not be interrupted; only the search has something to keep
 
-from shmap_tp.config.schema import Config, HeldIn
+from shmap_tp.config.choices import HeldIn
+from shmap_tp.config.schema import Config
 from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import DP_SLICE, axis_sizes

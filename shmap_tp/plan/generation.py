@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.config.schema import Config, HeldIn, Zero
+from shmap_tp.config.choices import HeldIn, Zero
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError, refuse_first
 from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.hardware.xla_options import compiler_options

@@ -20,7 +20,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import AttentionKernel, Config, Documents, Precision
+from shmap_tp.config.choices import AttentionKernel, Documents, Precision
+from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import DEVICES, table_peak
 from shmap_tp.hardware.xla_options import compiler_options
 from shmap_tp.layers.attention_selection import kernel_name

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from shmap_tp.config.schema import AttentionKernel, Config, FsdpGradients, MatmulPrecision, Remat, Zero
+from shmap_tp.config.choices import AttentionKernel, FsdpGradients, MatmulPrecision, Remat, Zero
+from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import DEVICES, Peak, generation
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.hardware.xla_options import compiler_options

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from shmap_tp.config.schema import ModelConfig, RotaryScaling
+from shmap_tp.config.choices import RotaryScaling
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.config.values import kinds_of
 from shmap_tp.errors import UserError, shown
 from shmap_tp.layers.positions import yarn_amplitude

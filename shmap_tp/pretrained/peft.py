@@ -23,7 +23,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shmap_tp.config.schema import AdapterConfig, AdapterScale, ModelConfig, Precision
+from shmap_tp.config.choices import AdapterScale, Precision
+from shmap_tp.config.schema import AdapterConfig, ModelConfig
 from shmap_tp.errors import UserError, shown
 from shmap_tp.model.adapters import split_factors
 from shmap_tp.model.sharded_model import parameter_shapes

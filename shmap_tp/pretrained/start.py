@@ -11,7 +11,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from shmap_tp.config.schema import Config, HeldIn, ModelConfig
+from shmap_tp.config.choices import HeldIn
+from shmap_tp.config.schema import Config, ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.model.adapters import split_factors
 from shmap_tp.model.sharded_model import held_in

@@ -24,7 +24,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jaxtyping import Float
 
-from shmap_tp.config.schema import AdapterConfig, AdapterScale, Config, ModelConfig, Zero
+from shmap_tp.config.choices import AdapterScale, Zero
+from shmap_tp.config.schema import AdapterConfig, Config, ModelConfig
 from shmap_tp.config.sources import first_source
 from shmap_tp.data.metadata import GENERATION
 from shmap_tp.data.text_directory import TextDirectory

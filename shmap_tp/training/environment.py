@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import AUTO, Config, HeldIn, MatmulPrecision, Precision
+from shmap_tp.config.choices import HeldIn, MatmulPrecision, Precision
+from shmap_tp.config.schema import AUTO, Config
 from shmap_tp.config.validate import product_in_words, resolve_auto
 from shmap_tp.data.preparation import prepare_missing
 from shmap_tp.errors import UserError, shown

@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shmap_tp.config.schema import MomentumDtype, OptimizerConfig, OptimizerName, Schedule
+from shmap_tp.config.choices import MomentumDtype, OptimizerName, Schedule
+from shmap_tp.config.schema import OptimizerConfig
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import mesh_order, spec_axes
 from shmap_tp.parallel.partitioning import Declaration, ParameterKind, decayed, declarations, optimizer_specs

@@ -14,8 +14,9 @@ from typing import Any
 
 import equinox as eqx
 
+from shmap_tp.config.choices import MomentumDtype, OptimizerName, Resume
 from shmap_tp.config.compose import to_dict, to_yaml
-from shmap_tp.config.schema import Config, ModelConfig, MomentumDtype, OptimizerName, Resume
+from shmap_tp.config.schema import Config, ModelConfig
 from shmap_tp.config.validate import named_sizes
 from shmap_tp.config.yaml_files import HEADER, flat_values
 from shmap_tp.data.batches import Batches

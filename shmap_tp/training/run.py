@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import Mesh
 
+from shmap_tp.config.choices import Resume
 from shmap_tp.config.compose import to_dict
-from shmap_tp.config.schema import Config, Resume
+from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import mesh_shape, resolve_auto
 from shmap_tp.config.yaml_files import flat_values
 from shmap_tp.data.batches import Batches, isolating_token

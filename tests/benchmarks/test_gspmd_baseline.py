@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from gspmd_baseline import build_gspmd_programs
 
-from shmap_tp.config.schema import Config, Remat
+from shmap_tp.config.choices import Remat
+from shmap_tp.config.schema import Config
 from shmap_tp.errors import UserError
 from shmap_tp.layers.context import IGNORE
 from shmap_tp.training.step import build_step_functions

@@ -5,8 +5,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from shmap_tp.config import compose
+from shmap_tp.config.choices import Precision
 from shmap_tp.config.compose import CONF, from_values, load, to_dict, to_yaml
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import validate
 from shmap_tp.config.yaml_files import saved_value
 from tests.helpers import model_fixtures

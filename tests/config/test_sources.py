@@ -8,8 +8,9 @@ from fractions import Fraction
 import pytest
 import yaml
 
+from shmap_tp.config.choices import Documents
 from shmap_tp.config.compose import from_values, load, to_dict, to_yaml
-from shmap_tp.config.schema import DataConfig, Documents
+from shmap_tp.config.schema import DataConfig
 from shmap_tp.config.sources import check_sources, describe_shares, each_source, phases
 from tests.helpers.config_errors import FIRST, check_messages, composed, error_message, refusal
 from tests.helpers.paths import ROOT

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from shmap_tp.config.schema import Config, Resume
+from shmap_tp.config.choices import Resume
+from shmap_tp.config.schema import Config
 from shmap_tp.data import device_batch
 from shmap_tp.data.batches import Batches, open_data, training_rows
 from shmap_tp.data.device_batch import AHEAD, ReadAhead, host_shards

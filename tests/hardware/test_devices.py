@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shmap_tp.config.schema import MatmulPrecision
+from shmap_tp.config.choices import MatmulPrecision
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import DEVICES, GENERATIONS, GIB, NETWORK_RATE, generation, require_units, table_peak
 from shmap_tp.hardware.xla_options import (

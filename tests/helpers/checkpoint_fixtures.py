@@ -5,7 +5,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from shmap_tp.config.schema import CheckpointConfig, Resume
+from shmap_tp.config.choices import Resume
+from shmap_tp.config.schema import CheckpointConfig
 from shmap_tp.training.step import State, StepFunctions
 
 FACTS = {"mesh": [2, 4], "rate": 0.1}

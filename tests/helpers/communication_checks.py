@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shmap_tp.config.schema import Config, ModelConfig, TensorParallelMode
+from shmap_tp.config.choices import TensorParallelMode
+from shmap_tp.config.schema import Config, ModelConfig
 from shmap_tp.parallel.mesh import DP, MP, axis_sizes
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.plan.ledger import Direction, Entry, communication_in_jaxpr, without_trivial_axes

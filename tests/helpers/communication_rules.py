@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import Block, Config, MeshConfig, ModelConfig, Remat, TensorParallelMode, Zero
+from shmap_tp.config.choices import Block, Remat, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.parallel.fsdp import Replicated
 from shmap_tp.parallel.mesh import MP, axis_sizes, mesh_order, token_axes
 from shmap_tp.plan.ledger import Direction, Entry, Operation

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.config.schema import Mlp
+from shmap_tp.config.choices import Mlp
 from shmap_tp.layers.attention import Attention, Chunked
 from shmap_tp.layers.context import Context
 from shmap_tp.layers.embedding import OutputProjection, VocabParallelEmbedding, VocabParallelHead, score

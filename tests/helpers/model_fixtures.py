@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 import shmap_tp
 from shmap_tp.config import compose
-from shmap_tp.config.schema import Config, FsdpGradients, MeshConfig, TensorParallelMode, Zero
+from shmap_tp.config.choices import FsdpGradients, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config, MeshConfig
 from shmap_tp.config.validate import validate
 from shmap_tp.parallel.mesh import make_mesh
 

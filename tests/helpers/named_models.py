@@ -5,7 +5,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from shmap_tp.config.schema import AttentionKernel, Block, Mlp, ModelConfig, Norm, PositionKind, Remat
+from shmap_tp.config.choices import AttentionKernel, Block, Mlp, Norm, PositionKind, Remat
+from shmap_tp.config.schema import ModelConfig
 
 ZOO = Path(__file__).parents[2] / "conf" / "model"
 DEFAULTS = OmegaConf.load(ZOO.parent / "model_defaults.yaml")

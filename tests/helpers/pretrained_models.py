@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 import shmap_tp
-from shmap_tp.config.schema import Config, Precision
+from shmap_tp.config.choices import Precision
+from shmap_tp.config.schema import Config
 from shmap_tp.parallel.weights import is_int8
 from shmap_tp.pretrained.tensor_files import DTYPES
 from shmap_tp.training.model_functions import ModelFunctions, build_model_functions

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from result_format import read_rows
 
-from shmap_tp.config.schema import Config, FsdpGradients, TensorParallelMode, Zero
+from shmap_tp.config.choices import FsdpGradients, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.candidates import Candidate, Result
 from shmap_tp.plan.search.formulas import Estimate

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.config.schema import AttentionKernel, PositionKind, Remat, RotaryScaling, SavedActivation
+from shmap_tp.config.choices import AttentionKernel, PositionKind, Remat, RotaryScaling, SavedActivation
 from shmap_tp.errors import UserError
 from shmap_tp.layers import flash_attention
 from shmap_tp.layers.attention import AnyAttention, Attention, Chunked

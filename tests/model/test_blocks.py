@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.schema import Remat, SavedActivation
+from shmap_tp.config.choices import Remat, SavedActivation
 from shmap_tp.layers.attention import Chunked
 from shmap_tp.layers.flash_attention import Splash
 from tests.helpers.jaxprs import equations_named, is_on_host, trace_loss_and_gradients

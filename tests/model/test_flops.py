@@ -7,15 +7,8 @@ import jax.numpy as jnp
 import pytest
 from omegaconf import OmegaConf
 
-from shmap_tp.config.schema import (
-    AttentionKernel,
-    Block,
-    LayerKind,
-    Mlp,
-    ModelConfig,
-    PositionKind,
-    Remat,
-)
+from shmap_tp.config.choices import AttentionKernel, Block, LayerKind, Mlp, PositionKind, Remat
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.config.validate import GATED_MLPS
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.model.flops import (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shmap_tp.config.schema import MatmulPrecision
+from shmap_tp.config.choices import MatmulPrecision
 from shmap_tp.model.sharded_model import eight_bit_weights
 from shmap_tp.parallel import eight_bit
 from shmap_tp.parallel.eight_bit import FORMATS, in_eight_bits, rounded, select_format

@@ -8,7 +8,7 @@ import itertools
 import jax
 import pytest
 
-from shmap_tp.config.schema import FsdpGradients, TensorParallelMode, Zero
+from shmap_tp.config.choices import FsdpGradients, TensorParallelMode, Zero
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.torus import Torus
 from shmap_tp.parallel import mesh

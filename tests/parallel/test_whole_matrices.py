@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shmap_tp.config.schema import FsdpGradients, Zero
+from shmap_tp.config.choices import FsdpGradients, Zero
 from shmap_tp.parallel.collectives import varying_axes
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, make_mesh
 from shmap_tp.parallel.partitioning import axes_in

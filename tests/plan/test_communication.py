@@ -15,7 +15,8 @@ import pytest
 from jax import lax
 
 import shmap_tp.training.optimizer
-from shmap_tp.config.schema import AttentionKernel, Config
+from shmap_tp.config.choices import AttentionKernel
+from shmap_tp.config.schema import Config
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import DP, DP_RING, MP, axis_sizes
 from shmap_tp.parallel.tensor_parallel import AllReduce

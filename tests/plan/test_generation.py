@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import shmap_tp
-from shmap_tp.config.schema import Config, TensorParallelMode
+from shmap_tp.config.choices import TensorParallelMode
+from shmap_tp.config.schema import Config
 from shmap_tp.inference.cache import cache_bytes
 from shmap_tp.inference.generator import Options, stream
 from shmap_tp.inference.programs import GenerationPrograms

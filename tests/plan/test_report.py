@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from shmap_tp.config.choices import AttentionKernel, Block, Remat
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import AttentionKernel, Block, Config, Remat
+from shmap_tp.config.schema import Config
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.hardware.devices import GIB, Peak, table_peak
 from shmap_tp.model.flops import forward_terms, parameters, recomputed_terms

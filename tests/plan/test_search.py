@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from shmap_tp.config.schema import FsdpGradients, Remat, SavedActivation, Zero
+from shmap_tp.config.choices import FsdpGradients, Remat, SavedActivation, Zero
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.candidates import (
     KEYS,

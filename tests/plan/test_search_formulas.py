@@ -2,8 +2,8 @@
 
 import pytest
 
+from shmap_tp.config.choices import SavedActivation
 from shmap_tp.config.compose import CONF, load
-from shmap_tp.config.schema import SavedActivation
 from shmap_tp.model.flops import parameters
 from shmap_tp.parallel.mesh import DP, DP_SLICE, MP, axis_sizes
 from shmap_tp.plan.ledger import Direction, Operation, without_trivial_axes

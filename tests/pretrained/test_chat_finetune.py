@@ -11,7 +11,8 @@ import pytest
 
 import shmap_tp
 from shmap_tp import prepare
-from shmap_tp.config.schema import Config, Resume
+from shmap_tp.config.choices import Resume
+from shmap_tp.config.schema import Config
 from shmap_tp.data.batches import Batches
 from shmap_tp.data.text_directory import TextDirectory
 from shmap_tp.errors import UserError

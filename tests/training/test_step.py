@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shmap_tp.config.schema import MatmulPrecision
+from shmap_tp.config.choices import MatmulPrecision
 from shmap_tp.model.tracing import bodies
 from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.plan.compiled_communication import communication_in_hlo

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.schema import Config, FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
+from shmap_tp.config.choices import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import divisors, validate
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.mesh import make_mesh

@@ -16,15 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shmap_tp.config.schema import (
-    Config,
-    FsdpGradients,
-    MeshConfig,
-    ModelConfig,
-    Remat,
-    TensorParallelMode,
-    Zero,
-)
+from shmap_tp.config.choices import FsdpGradients, Remat, TensorParallelMode, Zero
+from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.model.sharded_model import CONFIGURED_MODEL, ModelComponents, parameter_shapes
 from shmap_tp.model.tracing import trace_gradients
 from shmap_tp.parallel.fsdp import Fsdp, Placement, Replicated, Zero1, is_ring_reduced, place_parameters, within_slice

@@ -30,17 +30,8 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.schema import (
-    AttentionKernel,
-    Block,
-    Config,
-    Documents,
-    MeshConfig,
-    ModelConfig,
-    Remat,
-    SavedActivation,
-    TensorParallelMode,
-)
+from shmap_tp.config.choices import AttentionKernel, Block, Documents, Remat, SavedActivation, TensorParallelMode
+from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.config.validate import GATED_MLPS
 from shmap_tp.config.values import padded_vocabulary
 from shmap_tp.hardware.devices import generation

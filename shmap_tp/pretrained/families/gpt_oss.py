@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shmap_tp.config.schema import ModelConfig, RotaryScaling
+from shmap_tp.config.choices import RotaryScaling
+from shmap_tp.config.schema import ModelConfig
 from shmap_tp.pretrained.config_json import RotaryKeys, layer_types, pattern_in, require
 from shmap_tp.pretrained.families.llama import ATTENTION_BIAS, FIXED, ROUTER_TRAINING, ROWS, shape, without_mlp
 from shmap_tp.pretrained.family import Family, Key, TensorRow

@@ -313,8 +313,8 @@ def mesh_shape(mesh: MeshConfig) -> list[int]:
 
 def named_sizes(shape: Sequence[int]) -> list[str]:
     """A `mesh_shape` in words, a size each, such as dp=2."""
-    dp, *cp, mp = shape
-    return [f"dp={dp}", *(f"cp={size}" for size in cp), f"mp={mp}"]
+    names = "dp mp" if len(shape) == 2 else "dp cp mp"
+    return [f"{name}={size}" for name, size in zip(names.split(), shape, strict=False)]
 
 
 def product_in_words(mesh: MeshConfig) -> str:

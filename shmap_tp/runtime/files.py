@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import UnionType
 from typing import IO, Any, BinaryIO, TextIO, TypeVar
 
 from etils import epath
@@ -209,13 +210,19 @@ def read_json_file(file: Path) -> Any:
 
 
 # Files with a JSON object per line, metrics.jsonl, time.jsonl and samples.jsonl, to which each start of a run appends.
-# A line that is not one of the file's own (cut short by a kill, NULs after a power failure, another program's) is never
-# an error, and stays where it is.  Memory: one block, or one line.
+# A line that is not one of the file's own (cut short by a kill, NULs after a power failure, damaged, another program's)
+# is never an error, and stays where it is.  Memory: one block, or one line.
 
 BLOCK = 1 << 20
 
 Accept = Callable[[Any], bool]
-"""Whether a JSON value is one of the file's own lines."""
+"""Whether a JSON object is one of the file's own lines."""
+NUMBER = int | float
+
+
+def having(**kinds: type | UnionType) -> Accept:
+    """Accepts objects with these keys, whose values have these types."""
+    return lambda line: all(name in line and isinstance(line[name], kind) for name, kind in kinds.items())
 
 
 def read_lines(file: Path, accept: Accept) -> Iterator[dict[str, Any]]:

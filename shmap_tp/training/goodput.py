@@ -28,7 +28,7 @@ import jax
 from shmap_tp.config.schema import Config
 from shmap_tp.errors import StorageError
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import appending, read_lines, read_lines_backwards, writing
+from shmap_tp.runtime.files import NUMBER, appending, having, read_lines, read_lines_backwards, writing
 from shmap_tp.training.metrics import is_metric
 
 TIME = "time.jsonl"
@@ -208,22 +208,35 @@ def read_breakdown(directory: Path) -> tuple[TimeBreakdown, dict[str, Any] | Non
     return breakdown, span
 
 
+_SPAN = having(cause=str, begin=NUMBER, seconds=NUMBER)
+_MORE = {"start": having(first=int), "steps": having(first=int, last=int, skipped=int)}
+"""What the lines of two categories have besides."""
+
+
 def _is_span(line: dict[str, Any]) -> bool:
     """Whether an object is a line of time.jsonl."""
-    return line.keys() >= {"cause", "begin", "seconds"} and line["cause"] in TimeCategory.__members__
+    return _SPAN(line) and line["cause"] in LABELS and _MORE.get(line["cause"], _SPAN)(line)
 
 
 def _unwritten_steps(metrics: Path, end: float) -> dict[str, Any] | None:
     """A line for the steps that ended after `end`: they are in metrics.jsonl but not in time.jsonl."""
     lines = read_lines_backwards(metrics, is_metric)
-    timed = ((datetime.fromisoformat(line["time"]).timestamp(), line) for line in lines if "time" in line)
+    timed = ((at, line) for line in lines if (at := _end_of_step(line)) is not None)
     after = [*takewhile(lambda each: each[0] > end, timed)]
     if not after:
         return None
     (last_end, last), (_, first) = after[0], after[-1]
-    skipped = sum(line["skipped_in_a_row"] != 0 for _, line in after)
+    skipped = sum(bool(line.get("skipped_in_a_row")) for _, line in after)
     steps = {"first": first["step"] - 1, "last": last["step"], "skipped": skipped}
     return {"cause": TimeCategory.steps, "begin": end, "seconds": last_end - end} | steps
+
+
+def _end_of_step(line: dict[str, Any]) -> float | None:
+    """When the step of a line of metrics.jsonl ended, in seconds since 1970; None if the line does not say."""
+    try:
+        return datetime.fromisoformat(line["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 # A profile of chosen steps

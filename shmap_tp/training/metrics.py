@@ -25,7 +25,7 @@ from shmap_tp.config.validate import mesh_shape
 from shmap_tp.errors import UserError
 from shmap_tp.hardware.devices import Peak
 from shmap_tp.runtime.console import write_line
-from shmap_tp.runtime.files import appending, read_lines_backwards, write_atomically, writing
+from shmap_tp.runtime.files import NUMBER, appending, having, read_lines_backwards, write_atomically, writing
 from shmap_tp.training.evaluation import Evaluation, describe
 
 LONGEST_SILENCE = 30.0
@@ -200,9 +200,8 @@ def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
     return (line for line in read_lines_backwards(file, is_metric) if line["step"] < end(line["segment"]))
 
 
-def is_metric(line: dict[str, Any]) -> bool:
-    """Whether an object has what every line of metrics.jsonl has."""
-    return line.keys() >= {"split", "step", "segment", "loss", "mesh"}
+is_metric = having(split=str, step=int, segment=int, loss=NUMBER | None, mesh=list)
+"""Whether an object has what every line of metrics.jsonl has."""
 
 
 def format_samples(step: int, texts: dict[str, str]) -> str:

@@ -16,7 +16,7 @@ from jaxtyping import Float64
 
 from shmap_tp.config.yaml_files import as_installed, flat_values, saved_checkpoint_dir
 from shmap_tp.errors import UserError, shown
-from shmap_tp.runtime.files import read_lines
+from shmap_tp.runtime.files import NUMBER, having, read_lines
 from shmap_tp.training.checkpoint_files import absolute, checkpoint_steps
 from shmap_tp.training.goodput import TimeBreakdown, read_breakdown
 from shmap_tp.training.metrics import read_metrics
@@ -94,7 +94,7 @@ class RunRecord:
                 if "why_skipped" in line:
                     self.skipped.append((step, str(line["why_skipped"])))
             for name, value in line.items():
-                if f"{split}/{name}" in wanted:
+                if f"{split}/{name}" in wanted and isinstance(value, NUMBER | None):
                     value = math.nan if value is None else value
                     self._series.setdefault(f"{split}/{name}", array("d")).extend((value, step))
         for values in (self.skipped, *self._series.values()):
@@ -118,7 +118,7 @@ def read_run(directory: Path, wanted: Collection[str] = ()) -> RunRecord:
     saved = [] if "://" in checkpoint_dir or not checkpoint_dir else checkpoint_steps(absolute(checkpoint_dir))
     record = RunRecord(directory, values, read_breakdown(directory)[0], checkpoint_dir, saved, wanted=wanted)
     record.read_metrics()
-    for line in read_lines(directory / "samples.jsonl", lambda line: line.keys() >= {"step", "prompt", "text"}):
+    for line in read_lines(directory / "samples.jsonl", having(step=int, prompt=str, text=str)):
         if line["step"] <= record.step:
             record.samples[line["step"], line["prompt"]] = line["text"]
     return record

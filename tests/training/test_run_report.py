@@ -195,6 +195,25 @@ def test_a_run_without_a_step_and_one_that_is_being_written_have_a_report(tmp_pa
     assert f"--cfg '{under_way}/config.yaml' --resume" in page(under_way).words, "quoted for the shell"
 
 
+def test_a_damaged_value_of_a_line_ends_neither_a_report_nor_a_start(tmp_path):
+    """Each value of each file is of another type, or is missing, in a line before and one after the good lines."""
+    at = {"time": "1970-01-01T00:00:40+00:00", "skipped_in_a_row": 0, "why_skipped": "spike"}
+    run = write_run(tmp_path / "run", [at, at], validation(2, 1.0, source="code"))
+    start = {"cause": "start", "begin": 0.0, "seconds": 30.0, "first": 0, "new": True}
+    steps = {"cause": "steps", "begin": 30.0, "seconds": 5.0, "first": 0, "last": 1, "skipped": 0}
+    more = {"time.jsonl": [start, steps], "samples.jsonl": [{"step": 2, "prompt": "1+", "text": "1=2"}]}
+    more["metrics.jsonl"] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name, good in more.items():
+        bad = [line | {key: value} for line in good for key in line for value in ("x", None, [], [1], {"a": 1})]
+        bad += [{other: line[other] for other in line if other != key} for line in good for key in line]
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in [*bad, *good, *bad]))
+    rows = page(run).rows()
+    assert ["steps", "2 of 6"] in rows and ["1", "spike"] in rows
+    config = load(str(CONF / "base.yaml"), [f"run.dir={run}"])
+    with metrics.Recorder(config, 2, enabled=True) as recorder:
+        assert recorder.has_validation
+
+
 def test_no_text_of_a_file_is_markup_and_nothing_is_fetched(tmp_path):
     evil = '<script src="http://x">\ud800\x1b'
     steps = [{"loss": 2.0, "why_skipped": evil}, {}]

@@ -206,6 +206,8 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="compilations at a time, at most what cores and memory allow"
     )
+    precisions = "values of train.matmul_precision to search, separated by commas: bfloat16,int8"
+    parser.add_argument("--precisions", help=precisions)
     parser.add_argument("--recipe", metavar="FILE", help="write the fastest configuration to FILE")
     of_run = "tokens of the whole run, such as 100B or 1e11: prints its time and cost"
     parser.add_argument("--tokens", type=token_count, metavar="N", help=of_run)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from shmap_tp.config.choices import FsdpGradients, Remat, SavedActivation, Zero
+from shmap_tp.config.choices import FsdpGradients, MatmulPrecision, Remat, SavedActivation, Zero
+from shmap_tp.errors import UserError
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.candidates import (
     KEYS,
     MEMORY_MARGIN,
+    PRECISION,
     SURE,
     TIME_MARGIN,
     Candidate,
@@ -64,6 +66,20 @@ def test_keys_that_are_given_are_not_searched():
     for order in ("[input,up]", "[up, input]"):
         found = searched(given | {"model.remat": "mlp", "model.offload": order})
         assert found and {one.offload for one in found} == {(SavedActivation.input, SavedActivation.up)}
+
+
+def test_precisions_are_searched_where_they_are_given():
+    given = {"mesh.mp": "1", "model.remat": "full", "mesh.zero": "fsdp"}
+    plain, int8 = searched(given), searched(given, "train.matmul_precision=int8")
+    assert {one.matmul_precision for one in plain} == {MatmulPrecision.bfloat16}
+    assert {*searched(given | {PRECISION: "bfloat16,int8"})} == {*plain, *int8} and len(int8) == len(plain)
+    assert searched(given | {PRECISION: "int8"}) == int8
+    assert config(*int8[0].settings()) == int8[0].apply(config())
+    of_file = int8[0].settings(precision=MatmulPrecision.int8), plain[0].settings(precision=MatmulPrecision.int8)
+    assert [f"{PRECISION}=bfloat16" in of_file[1], "matmul_precision" in str(of_file[0])] == [True, False]
+    for wrong, rule in (("fp8", "TPU v5 lite has no units"), ("int4", "int4 is none of bfloat16, int8, fp8")):
+        with pytest.raises(UserError, match=rule):
+            searched({PRECISION: wrong})
 
 
 @pytest.mark.parametrize("given", ["mesh.tensor_parallel=sequence", "mesh.zero=fsdp", "mesh.zero=zero1"])
@@ -232,7 +248,7 @@ def test_what_the_formulas_cannot_tell_from_the_fastest_is_tried_beside_it_alone
 
 
 def test_a_search_tries_row_major_beside_the_fastest_unless_it_is_given_or_has_no_effect(monkeypatch):
-    fastest, arguments = made(1, 1.0, 5), Namespace(overrides=[], microbatches=None, jobs=1)
+    fastest, arguments = made(1, 1.0, 5), Namespace(overrides=[], microbatches=None, precisions=None, jobs=1)
     monkeypatch.setattr("shmap_tp.plan.search.command.jobs_at_a_time", lambda: 1)
 
     def tried(version: str) -> list[Result]:

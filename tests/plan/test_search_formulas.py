@@ -160,6 +160,15 @@ def test_a_window_that_ends_in_the_chunk_before_needs_the_keys_of_one_more_part_
     assert values(4, "model.window=18") == values(4, local[0], "model.layer_pattern=[local,global]") == values(4)
 
 
+def test_products_of_blocks_in_eight_bits_take_the_share_of_the_compiled_steps():
+    """Of the compiled step of bfloat16: 8B on four v5p 0.862."""
+    cfg, target = str(CONF / "recipes" / "llama3_8b_v5p-8.yaml"), find_target("v5p", 4, None, 1)
+    plain, rounded = (estimate(load(cfg, [f"train.matmul_precision={one}"]), target) for one in ("bfloat16", "int8"))
+    assert rounded.seconds / plain.seconds == pytest.approx(0.862, rel=0.03)
+    assert rounded.time_terms["matmuls"] < 0.6 * plain.time_terms["matmuls"]
+    assert rounded.time_terms["kernel"] == plain.time_terms["kernel"]
+
+
 @pytest.mark.parametrize(("microbatches", "compiled"), [(1, 3.92), (2, 5.19)])
 def test_steps_with_experts_take_what_the_compiled_ones_take_within_15_percent(microbatches, compiled):
     """Qwen3-30B-A3B, 2,097,152 tokens a step, 64 v6e chips (benchmarks/results/observed.jsonl)."""

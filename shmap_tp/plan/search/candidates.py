@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.choices import FsdpGradients, Remat, SavedActivation, TensorParallelMode, Zero
+from shmap_tp.config.choices import FsdpGradients, MatmulPrecision, Remat, SavedActivation, TensorParallelMode, Zero
 from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import divisors, validate
 from shmap_tp.errors import UserError
+from shmap_tp.hardware.devices import require_units
 from shmap_tp.parallel.mesh import make_mesh
 from shmap_tp.plan.report import Row
 from shmap_tp.plan.search.formulas import Estimate, activation_values, estimates
@@ -18,16 +19,18 @@ from shmap_tp.plan.targets import Target, devices_of, machine_of
 
 # What can be chosen
 
+PRECISION = "train.matmul_precision"
 KEYS = (
     "mesh.dp", "mesh.mp", "mesh.cp", "mesh.ep", "mesh.tensor_parallel", "mesh.zero", "mesh.fsdp_gradients",
-    "train.microbatches", "model.remat", "model.row_major", "model.offload",
+    "train.microbatches", PRECISION, "model.remat", "model.row_major", "model.offload",
 )  # fmt: skip
-"""What is searched, in the words of the configuration."""
+"""What is searched, in the words of the configuration; PRECISION among those that are given."""
 CHOICES = {
     "mesh.tensor_parallel": TensorParallelMode, "mesh.zero": Zero, "mesh.fsdp_gradients": FsdpGradients,
-    "model.remat": Remat, "model.row_major": ("false", "true"), "model.offload": SavedActivation,
+    PRECISION: MatmulPrecision, "model.remat": Remat, "model.row_major": ("false", "true"),
+    "model.offload": SavedActivation,
 }  # fmt: skip
-"""The names that a key takes; the other keys take whole numbers.  model.offload takes a list of names."""
+"""The names that a key takes, model.offload and PRECISION a list of them; the other keys take whole numbers."""
 
 
 SHORTEST_PART = 4096
@@ -46,6 +49,7 @@ class Candidate:
     zero: Zero
     fsdp_gradients: FsdpGradients
     microbatches: int
+    matmul_precision: MatmulPrecision = MatmulPrecision.bfloat16
     remat: Remat = Remat.full
     row_major: bool = False
     offload: tuple[SavedActivation, ...] = ()
@@ -56,10 +60,13 @@ class Candidate:
         of_model = _written(self.row_major), f"[{','.join(self.offload)}]"
         return dict(zip(KEYS, [*map(str, values), *of_model], strict=True))
 
-    def settings(self, cp: int = 1, ep: int = 1, row_major: bool = False) -> list[str]:
-        """As overrides of a configuration with these mesh.cp, mesh.ep and model.row_major, which are left out where
-        they stay."""
+    def settings(
+        self, cp: int = 1, ep: int = 1, row_major: bool = False, precision: MatmulPrecision = MatmulPrecision.bfloat16
+    ) -> list[str]:
+        """As overrides of a configuration with these mesh.cp, mesh.ep, model.row_major and train.matmul_precision,
+        which are left out where they stay."""
         known = {"mesh.cp": str(cp), "mesh.ep": str(ep), "model.row_major": _written(row_major)}
+        known[PRECISION] = str(precision)
         return [f"{key}={value}" for key, value in self.values().items() if known.get(key) != value]
 
     def apply(self, config: Config) -> Config:
@@ -68,7 +75,10 @@ class Candidate:
             config.mesh, dp=self.dp, mp=self.mp, cp=self.cp, ep=self.ep, tensor_parallel=self.tensor_parallel,
             zero=self.zero, fsdp_gradients=self.fsdp_gradients,
         )  # fmt: skip
-        train = replace(config.train, microbatches=self.microbatches, max_sequences_per_device=None)
+        train = replace(
+            config.train, microbatches=self.microbatches, max_sequences_per_device=None,
+            matmul_precision=self.matmul_precision,
+        )  # fmt: skip
         model = replace(config.model, remat=self.remat, row_major=self.row_major, offload=list(self.offload))
         return replace(config, mesh=mesh, train=train, model=model)
 
@@ -79,7 +89,9 @@ class Candidate:
         more = [f" {axis}={size}" for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1]
         mesh = f"({self.dp}, {self.mp})" + "".join(more)
         row_major = ", row-major" if self.row_major else ""
-        return f"{mesh}{mode} {self.zero}{ring}, {self.microbatches} mb, remat {self.remat}{offload}{row_major}"
+        precision = f", {self.matmul_precision}" if self.matmul_precision != MatmulPrecision.bfloat16 else ""
+        mesh = f"{mesh}{mode} {self.zero}{ring}"
+        return f"{mesh}, {self.microbatches} mb{precision}, remat {self.remat}{offload}{row_major}"
 
 
 def _written(value: bool) -> str:
@@ -90,10 +102,14 @@ def _written(value: bool) -> str:
 def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Candidate]:
     """Every valid candidate for the batch of `config`; `fixed` are keys of KEYS whose value is given.
     model.row_major has that value, or that of `config`: the formulas know of no difference (see `sibling`).
+    train.matmul_precision has each of the given values, separated by commas, or that of `config`.
 
-    Raises UserError for a value that is no choice of its key.
+    Raises UserError for a value that is no choice of its key, or that the devices have no units for.
     """
     fixed, found = _normal(fixed), []
+    precisions = [MatmulPrecision(one) for one in fixed.pop(PRECISION, str(config.train.matmul_precision)).split(",")]
+    for precision in precisions:
+        require_units(precision, machine_of(target).kind)
     row_major = fixed.get("model.row_major", _written(config.model.row_major)) == "true"
     for base in _meshes(config, target, fixed):
         values = activation_values(base.apply(config))
@@ -101,7 +117,8 @@ def candidates(config: Config, target: Target, fixed: dict[str, str]) -> list[Ca
             if remat == Remat.attention_and_up and not values[SavedActivation.gate] and "model.remat" not in fixed:
                 continue  # without a gate it is all_matmuls
             choices = [
-                replace(base, remat=remat, row_major=row_major, offload=offload)
+                replace(base, matmul_precision=precision, remat=remat, row_major=row_major, offload=offload)
+                for precision in precisions
                 for offload in _offloads(values, remat, target)
             ]
             found += [choice for choice in choices if _matches(choice, fixed)]

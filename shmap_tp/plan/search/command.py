@@ -15,7 +15,7 @@ from shmap_tp.config.validate import resolve_auto
 from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError, first_line, refuse_first
 from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
-from shmap_tp.plan.search.candidates import KEYS, Result, candidates, prune, sibling
+from shmap_tp.plan.search.candidates import KEYS, PRECISION, Result, candidates, prune, sibling
 from shmap_tp.plan.search.compiling import ChildProcess, Search, jobs_at_a_time
 from shmap_tp.plan.search.output import (
     Cost,
@@ -263,7 +263,8 @@ def fixed_keys(arguments: argparse.Namespace) -> dict[str, str]:
     """Keys of the search that the user has set, which are not searched."""
     given = given_keys(arguments)
     fixed = {key: given[key] for key in KEYS if key in given}
-    return fixed | ({"train.microbatches": str(arguments.microbatches)} if arguments.microbatches else {})
+    fixed |= {"train.microbatches": str(arguments.microbatches)} if arguments.microbatches else {}
+    return fixed | ({PRECISION: arguments.precisions} if arguments.precisions else {})
 
 
 # From a task to a report

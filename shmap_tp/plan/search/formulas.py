@@ -11,7 +11,8 @@ Memory (bytes)
     working set  one layer's activations and their gradients; two gathered FSDP layers; bfloat16 copies of unsharded
                  weights; the logits and the gradient of the head; the scores of chunked attention
 Time (seconds)
-    matmuls      FLOPs with recomputation (model/flops.py) / peak; of experts more (below)
+    matmuls      FLOPs with recomputation (model/flops.py) / peak, of blocks that of train.matmul_precision; of experts
+                 more (below)
     attention    FLOPs / peak; for the chunked kernel without the causal half, and its scores through memory
     memory       activations read and written, rows of experts more often (below), weights once per pass and
                  microbatch, the optimizer's update / bandwidth
@@ -21,7 +22,7 @@ Time (seconds)
 
 The time is the sum of these terms, each times a constant of `TIME`, fitted to the compiled steps of benchmarks/results
 (`python benchmarks/formula_calibration.py`, which prints the error on models that were left out).  Not modelled: small
-matmuls, what XLA fuses or spills, contention of collectives, fragmentation.
+matmuls, eight bits in what FSDP gathers, what XLA fuses or spills, contention of collectives, fragmentation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from shmap_tp.config.choices import AttentionKernel, Block, Documents, Remat, Sa
 from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.config.validate import GATED_MLPS
 from shmap_tp.config.values import padded_vocabulary
-from shmap_tp.hardware.devices import generation
+from shmap_tp.hardware.devices import DEVICES, generation
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.experts import rows_of_a_token
 from shmap_tp.layers.grouped_matmul import contracted_tile, row_tile
@@ -205,9 +206,14 @@ def time_terms(config: Config, model: ModelConfig, every: list[LocalParameter], 
     attention = _attention_flops(model) * share
     flops = flops_per_token(model) + sum(recomputed_terms(model).values())
     matmuls = (flops + grouped_excess(model, tokens, config.mesh, device.kind)) * share - attention
+    eight_bit = DEVICES[device.kind].eight_bit.get(config.train.matmul_precision)
+    if eight_bit:
+        products = flops - 3 * forward_terms(model)["head"] - _expert_flops(model)
+        matmuls -= (products * share - attention) * (1 - device.flops / eight_bit)
     is_chunked = model.attention == AttentionKernel.chunked
     score_bytes = WIDE * sum(_score_keys(model)) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
-    activations = NARROW * all_tokens * model.layers * (layer_values(config) + row_values(model, config.mesh))
+    passes = 1 + ROUNDING if eight_bit else 1
+    activations = NARROW * all_tokens * model.layers * (passes * layer_values(config) + row_values(model, config.mesh))
     return {
         "matmuls": matmuls,
         "kernel": 0.0 if is_chunked else attention,
@@ -232,6 +238,11 @@ def _attention_flops(model: ModelConfig) -> int | float:
     """Scores and values per token, forward, backward and recomputed, under the causal mask."""
     forward, again = forward_terms(model), recomputed_terms(model)
     return sum(3 * forward[name] + again[name] for name in ("scores", "values"))
+
+
+ROUNDING = 1.3
+"""How many times as long as in bfloat16 activations are read and written besides, where products are in eight bits, to
+find scales, to round and to transpose: that of the compiled step of conf/recipes/llama3_8b_int8_v5p-8.yaml."""
 
 
 # Experts: what they cost beyond matmuls with as many FLOPs
@@ -264,12 +275,17 @@ def grouped_excess(model: ModelConfig, tokens: int, mesh: MeshConfig, kind: str)
     is_whole = contracted_tile(model.width, NARROW) == model.width
     tile = row_tile(int(tokens * rows_of_a_token(model, mesh)), experts, is_whole)
     excess = (chosen + (experts - 1) * tile) / chosen / GROUPED_EFFICIENCY - 1
+    return _expert_flops(model) * excess
+
+
+def _expert_flops(model: ModelConfig) -> int:
+    """FLOPs per token of the products of experts, forward, backward and recomputed."""
     saved = (
         2
         if model.remat == Remat.none
         else len({SavedActivation.gate, SavedActivation.up}.intersection(SAVED_BY_REMAT[model.remat]))
     )
-    return 2 * (11 - saved) * model.experts_per_token * model.width * model.ffn * model.layers * excess
+    return 2 * (11 - saved) * model.experts_per_token * model.width * model.ffn * model.layers if model.experts else 0
 
 
 # The constants.  On models that were left out of the fit the time is off by 5 % in the median and 35 % at most, the

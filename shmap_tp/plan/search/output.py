@@ -274,7 +274,7 @@ def command(candidate: Candidate, config: Config, base: list[str], hosts: int) -
     if config.train.max_sequences_per_device is not None:  # it would raise train.microbatches
         batch.append("train.max_sequences_per_device=null")
     ep_of_file = 0 if config.model.experts else 1  # not known: the search loads every file with mesh.ep=1
-    chosen = candidate.settings(config.mesh.cp, ep_of_file, config.model.row_major)
+    chosen = candidate.settings(config.mesh.cp, ep_of_file, config.model.row_major, config.train.matmul_precision)
     words = [*base, *batch, *chosen, f"mesh.slices={config.mesh.slices}", f"mesh.processes={hosts}"]
     return [*as_installed("python main.py").split(), *words]
 

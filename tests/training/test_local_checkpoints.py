@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.errors import UserError
-from shmap_tp.training import exchange, local_checkpoints, loop
+from shmap_tp.parallel.mesh import DP_SLICE, MP
+from shmap_tp.training import checkpoint, exchange, local_checkpoints, loop
 from shmap_tp.training.checkpoint import Checkpoints
 from shmap_tp.training.integrity import MANIFEST
 from shmap_tp.training.local_checkpoints import LocalCheckpoints, Save
@@ -106,6 +107,28 @@ def test_one_copy_of_the_state_serves_both_saves_of_a_step(opened, functions, tm
     with opened() as checkpoints:
         assert checkpoints.newest_intact() == 1 and checkpoints.place(1) == str(tmp_path / "ck")
         assert bits(checkpoints.restore(1, functions(2, 4).shapes)) == expected
+
+
+def test_a_device_needs_room_for_each_copy_that_saves_may_have_at_the_same_time(
+    opened, functions, tmp_path, monkeypatch
+):
+    """An array cut over two slices, which local saves copy with its replicas and once more to the other slice, and one
+    that all eight devices have.  For checkpoint.dir each device copies a part of both."""
+    monkeypatch.setattr(checkpoint, "SPLIT_BYTES", 1)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), (DP_SLICE, MP))
+    cut = jax.device_put(np.zeros((16, 1024), np.float32), NamedSharding(mesh, P(DP_SLICE)))
+    replicated = jax.device_put(np.zeros(1024, np.float32), NamedSharding(mesh, P()))
+    whole = functions(2, 4).shapes
+    state = eqx.tree_at(lambda s: (s.params, s.optimizer, s.guard, s.step), whole, (cut, replicated, (), ()))
+    parts, local = (cut.nbytes + replicated.nbytes) // 8, 2 * cut.nbytes // 2 + replicated.nbytes
+    used = {"peak_bytes_in_use": 1000}
+    device = type("Device", (), {"memory_stats": lambda self: used})()
+    with Checkpoints(checkpoint_config(tmp_path / "alone"), print) as alone, opened() as with_local:
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        for checkpoints, needed in ((alone, parts), (with_local, parts + local)):
+            for missing in (0, 1):
+                used["bytes_limit"] = 1000 + needed - missing
+                assert checkpoints._has_room(state) == (not missing), (needed, missing)
 
 
 def test_a_damaged_local_checkpoint_is_named_and_the_next_best_is_taken(opened, functions, tmp_path, messages):

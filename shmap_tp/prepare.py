@@ -98,8 +98,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     """Prepare the data, and print what they are.  Raises UserError."""
     with importing():
         from shmap_tp.data.metadata import SPLITS
-        from shmap_tp.data.preparation import prepare
-        from shmap_tp.data.staging import has_parts
+        from shmap_tp.data.preparation import has_parts, prepare
         from shmap_tp.data.tokenizing import default_workers
 
     of_chat = bool(arguments.chat or arguments.preferences) or arguments.source == "conversations"

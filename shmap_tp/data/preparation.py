@@ -2,8 +2,17 @@
 
 Each document is followed by an end-of-text token; meta.json describes the files, and has the sha256 of tokenizer.json.
 Conversations, whose tokens do not all count as targets, have a .counted file beside each .bin: a bit for each token.
-All are written to a hidden directory beside the target, which is renamed to the target when it is complete: an
-interrupted preparation leaves nothing that looks finished.  The same text always gives the same bytes.
+The same text always gives the same bytes.
+
+A preparation of data/x owns three hidden paths beside it:
+
+    .x.lock       locked for as long as the preparation lives; another one waits
+    .x.partial    what it has written, and finished parts of it, from which a preparation that was killed goes on;
+                  renamed to the target when it is complete
+    .x.replaced   the data that it replaces, between two renames
+
+The system releases a lock when its process ends, however it ends.  So what is there when the lock is taken is of a
+preparation that was killed, and is removed, but for parts with which the next one goes on.
 
 With `--pack` whole documents are put into rows of a fixed length by best-fit decreasing, so that only documents longer
 than a row are cut: a document is placed into the row with the least room that suffices, the longest documents first.
@@ -12,10 +21,12 @@ is filled.  Rows are shuffled, since those of long documents come first: a part 
 Ding et al. 2024, "Fewer Truncations Improve Language Modeling", section 3, https://arxiv.org/abs/2404.10830
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -30,13 +41,12 @@ from shmap_tp.data import text_sources
 from shmap_tp.data.conversations import ChatSource
 from shmap_tp.data.location import FILES, stdlib_meta
 from shmap_tp.data.metadata import DTYPES, META, SPLITS
-from shmap_tp.data.staging import recover, staging
 from shmap_tp.data.subwords import train_tokenizer
 from shmap_tp.data.tokenizer import Bytes, Tokenizer
-from shmap_tp.data.tokenizing import DocumentSource, id_dtype, parts_key, tokenized
-from shmap_tp.errors import UserError, shown
+from shmap_tp.data.tokenizing import FIRST_PART, DocumentSource, id_dtype, parts_key, tokenized
+from shmap_tp.errors import LostProcessError, UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, read_file
+from shmap_tp.runtime.files import file_size, locked, read_file
 
 _PACKED = 1 << 24  # tokens that are packed at a time
 
@@ -267,3 +277,82 @@ def pack(documents: Sequence[Integer[np.ndarray, " _"]], row: int, filling: int)
         tokens = np.concatenate(rows[number])
         place[: len(tokens)] = tokens
     return packed
+
+
+# The hidden directory
+
+
+def has_parts(out: str) -> bool:
+    """Whether an interrupted preparation of the directory `out` left parts."""
+    return any(_beside(Path(os.path.realpath(out)), "partial").glob(FIRST_PART))
+
+
+def recover(target: Path) -> None:
+    """Remove what a killed preparation of `target` left, but for finished parts; data that it was replacing is put
+    back.  One that is under way is waited for."""
+    partial, replaced = _beside(target, "partial"), _beside(target, "replaced")
+    if partial.is_dir() or replaced.is_dir():
+        with locked(_beside(target, "lock")):
+            _put_back(replaced, target)
+            if not any(partial.glob(FIRST_PART)):
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def staging(target: Path, overwrite: bool, parts: str | None = None) -> Iterator[Path]:
+    """An empty directory to write, which is renamed to `target` unless there is an error.
+
+    What `target` held is deleted after the rename with `overwrite`; otherwise OSError is raised if it has become one.
+    `target` is as it was after any error.  The directory has those finished `parts`, a name, that a killed preparation
+    left; an interrupt, or the loss of a process, leaves them there.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    own = ""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(_beside(target, "lock")))
+        except PermissionError:  # the lock is another user's, whose preparation may be under way
+            raise
+        except OSError:  # a file system without locks, where others may be under way
+            own = f"{uuid.uuid4().hex}."
+            _beside(target, "lock").unlink(missing_ok=True)
+        partial, replaced, go_on = _beside(target, f"{own}partial"), _beside(target, f"{own}replaced"), False
+        try:
+            _put_back(replaced, target)
+            partial.mkdir(exist_ok=True)
+            _clear(partial, parts)
+            if not overwrite and target.is_dir() and any(target.iterdir()):
+                raise FileExistsError(errno.EEXIST, "it was prepared meanwhile")
+            yield partial
+            if overwrite and target.is_dir():
+                target.rename(replaced)
+            partial.rename(target)
+        except (KeyboardInterrupt, LostProcessError):
+            go_on = any(partial.glob(FIRST_PART))
+            raise
+        finally:
+            _put_back(replaced, target)
+            if go_on:
+                _clear(partial, parts)
+            else:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def _beside(target: Path, ending: str) -> Path:
+    return target.with_name(f".{target.name}.{ending}")
+
+
+def _put_back(replaced: Path, target: Path) -> None:
+    """Rename the replaced data back to `target`, or remove it if the new data got there."""
+    if replaced.is_dir() and not target.exists():
+        replaced.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _clear(partial: Path, parts: str | None) -> None:
+    """Remove what is there but for these parts."""
+    for path in partial.iterdir():
+        if path.is_file():
+            path.unlink()
+        elif path.name != parts:
+            shutil.rmtree(path)

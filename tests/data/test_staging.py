@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from shmap_tp.data import preparation, text_sources, tokenizing
-from shmap_tp.data.staging import staging
+from shmap_tp.data.preparation import staging
 from shmap_tp.data.tokenizer import Bytes
 from shmap_tp.errors import UserError
 from tests.helpers.fresh_process import ctrl_c_of_a_terminal
@@ -76,7 +76,7 @@ def test_a_failed_rename_restores_the_old_data(tmp_path, monkeypatch):
 PREPARER = """
 import sys, time
 from pathlib import Path
-from shmap_tp.data.staging import staging
+from shmap_tp.data.preparation import staging
 with staging(Path(sys.argv[1]), overwrite=True) as directory:
     (directory / "train.bin").write_bytes(bytes(1000))
     if len(sys.argv) > 2:  # as between the two renames
@@ -126,7 +126,7 @@ def test_of_two_preparations_at_once_the_second_one_keeps_what_the_first_one_mad
 
 def test_the_lock_of_another_user_is_left_and_the_preparation_refused(tmp_path, monkeypatch):
     (lock := tmp_path / ".out.lock").touch()
-    monkeypatch.setattr("shmap_tp.data.staging.locked", Mock(side_effect=PermissionError(13, "Permission denied")))
+    monkeypatch.setattr("shmap_tp.data.preparation.locked", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(UserError, match="out cannot be written: Permission denied"):
         make(tmp_path / "out", "x")
     assert [*tmp_path.iterdir()] == [lock]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shmap_tp.data import source_files, text_sources, tokenizing
-from shmap_tp.data.staging import Parts
 from shmap_tp.data.tokenizer import Bytes
+from shmap_tp.data.tokenizing import Parts
 from shmap_tp.errors import LostProcessError, UserError
 from tests.helpers.paths import ROOT
 from tests.helpers.preparation import WORDS, jsonl, run
@@ -134,7 +134,7 @@ KILLED = """
 import os, signal, sys
 from shmap_tp import prepare
 from shmap_tp.data import source_files, tokenizing
-from shmap_tp.data.staging import Parts
+from shmap_tp.data.tokenizing import Parts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
 source_files.CHUNK = tokenizing.CHUNK = 1000
 tokenizing._PART = 2

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from shmap_tp.data.tokenizer import Bytes
     from shmap_tp.data.tokenizing import DocumentSource
 
+EXAMPLES = "example_conversations.jsonl"
+"""Short questions beside the configuration, all answered in one manner: it is easy to see in what a model says."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m shmap_tp.prepare`."""
@@ -158,7 +161,8 @@ def _texts(arguments: argparse.Namespace) -> tuple["DocumentSource", "Bytes | Su
 def _conversations(arguments: argparse.Namespace) -> tuple["DocumentSource", "Bytes | Subwords", int]:
     """As `_texts`, of conversations or preference pairs.  Raises UserError."""
     with importing():
-        from shmap_tp.data import conversations, example_conversations
+        from shmap_tp.config.yaml_files import CONF
+        from shmap_tp.data import conversations
         from shmap_tp.data.chat_template import template_arguments
         from shmap_tp.data.source_files import CHATS, files_at, records_of
         from shmap_tp.data.text_directory import TextDirectory, open_tokenizer
@@ -178,16 +182,14 @@ def _conversations(arguments: argparse.Namespace) -> tuple["DocumentSource", "By
     tokenizer = open_tokenizer(name, arguments.end_of_text)
     if arguments.end_of_text is None:
         tokenizer.end_of_text = conversations.end_of_conversations(tokenizer, template)
-    if arguments.source:
-        label, rows = example_conversations.NAME, example_conversations.rows
-    else:
-        option, paths = ("--chat", arguments.chat) if arguments.chat else ("--preferences", arguments.preferences)
-        files = [file for path in paths for file in files_at(path, CHATS, option)]
-        label, rows = ", ".join(Path(path).name for path in paths), partial(records_of, files)
+    option, paths = ("--preferences", arguments.preferences) if arguments.preferences else ("--chat", arguments.chat)
+    paths = [str(CONF / EXAMPLES)] if arguments.source else paths
+    files = [file for path in paths for file in files_at(path, CHATS, option)]
+    label = "example conversations" if arguments.source else ", ".join(Path(path).name for path in paths)
     row = arguments.pack or row
     limits = {"validation": arguments.validation, "row": row, "cut": arguments.cut}
     limits |= {"special_tokens_in_text": arguments.special_tokens_in_text, "pairs": bool(arguments.preferences)}
-    return conversations.ChatSource(label, rows, template, text, **limits), tokenizer, row
+    return conversations.ChatSource(label, partial(records_of, files), template, text, **limits), tokenizer, row
 
 
 if __name__ == "__main__":

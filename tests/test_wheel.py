@@ -40,7 +40,7 @@ def pip(*arguments: str, cwd: Path) -> None:
 
 def test_the_wheel_holds_every_module_and_the_configuration_and_nothing_else(wheel):
     modules = {file.relative_to(ROOT).as_posix() for file in (ROOT / "shmap_tp").rglob("*.py")}
-    configuration = {f"shmap_tp/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "conf").rglob("*.yaml")}
+    configuration = {f"shmap_tp/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "conf").rglob("*.*")}
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == modules | configuration
     assert len(configuration) > 20

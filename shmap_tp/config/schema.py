@@ -52,7 +52,9 @@ class MeshConfig:
     zero: choices.Zero
     """What is sharded over dp and cp.  none: nothing.  zero1: the optimizer state and its update (ZeRO-1).  fsdp: also
     the parameters, which are all-gathered layer by layer (ZeRO-3)."""
-    fsdp_gradients: choices.FsdpGradients = key(unless="reduce_scatter", needs="mesh.zero=fsdp")
+    fsdp_gradients: choices.FsdpGradients = key(
+        unless="reduce_scatter", needs="mesh.zero=fsdp mesh.cp=1 mesh.ep=1 model.adapter.rank=0"
+    )
     """How FSDP reduces a gradient: after its whole matmul, or in ring steps beside the matmul of the next chunk."""
     slices: int = key(below=2**16)
     """How many slices (devices with a fast network of their own) dp spans; FSDP sends only shards between them."""
@@ -100,7 +102,7 @@ class ModelConfig:
     """K, the size of one head; it need not be width / heads."""
     ffn: int = key(below=2**24)
     """F, the hidden size of the MLP, which mp must divide, or of each expert."""
-    experts: int = key(least=0, below=2**16)
+    experts: int = key(least=0, below=2**16, unless=0, needs="model.block=sequential")
     """E, the number of experts in place of each MLP; ep x mp must divide it.  0: an MLP."""
     experts_per_token: int = key(below=2**16)
     """How many experts compute each token, those with the highest scores."""
@@ -117,7 +119,7 @@ class ModelConfig:
     """Weight of the load-balancing loss, which is 1 in each block where all experts are chosen alike; 0: none."""
     router_z_loss: float = key(least=0, unless=0, needs="model.experts")
     """Weight of the router's squared log-partition term (ST-MoE, section 3.2), in each block; 0: none."""
-    shared_expert_ffn: int = key(least=0, below=2**24, unless=0, needs="model.experts")
+    shared_expert_ffn: int = key(least=0, below=2**24, unless=0, needs="model.experts model.mlp_bias=false")
     """Hidden size of an MLP beside the experts that computes every token; mp must divide it.  0: none."""
     vocabulary: int
     """V, the number of token ids."""
@@ -350,7 +352,7 @@ class CheckpointConfig:
     """Where checkpoints are written: a directory or a gs:// path."""
     every: int | str = key(least=0)
     """Steps between checkpoints; 0: only at the end, or when stopped; auto: the interval that loses least."""
-    hours_between_failures: float | None = key(above=0, below=10**6)
+    hours_between_failures: float | None = key(above=0, below=10**6, needs="checkpoint.every=auto")
     """For every=auto: mean hours between two failures or preemptions; null: learnt from the starts of the run."""
     local_dir: str | None = key(schemes=())
     """Directory of each host, a disk or ram disk, for checkpoints that are newer than those in `dir`; null: none."""

@@ -32,11 +32,6 @@ def _faults(config: Config) -> Iterator[str]:
         if isinstance(value, str) and value != AUTO:
             yield f"{name}={value} must be an integer or {AUTO}"
     yield from faults_of_values(config)
-    if config.checkpoint.hours_between_failures is not None and config.checkpoint.every != AUTO:
-        yield (
-            f"checkpoint.hours_between_failures={config.checkpoint.hours_between_failures} is only read with "
-            f"checkpoint.every={AUTO}, but checkpoint.every={config.checkpoint.every}; give one of the two"
-        )
     yield from _faults_of_source(config.data)
     check_sources(config.data)
     yield from _faults_of_schedule(config.optimizer, config.train.steps)
@@ -241,14 +236,10 @@ def _faults_of_combinations(config: Config) -> Iterator[str]:
             found.append(f"{one} cannot be combined with {other} (model {model.name}); use {instead}")
 
     adapter, cp, experts = f"model.adapter.rank={rank}", f"mesh.cp={mesh.cp}", f"model.experts={model.experts}"
-    if mesh.fsdp_gradients == choices.FsdpGradients.ring:
-        ring, instead = "mesh.fsdp_gradients=ring", "mesh.fsdp_gradients=reduce_scatter"
-        is_matmul = mesh.tensor_parallel == choices.TensorParallelMode.collective_matmul
-        refuse(rank, ring, adapter, instead)
-        matmul, sequence = (f"mesh.tensor_parallel={mode}" for mode in ("collective_matmul", "sequence"))
-        refuse(is_matmul, ring, matmul, f"{sequence}, or {instead}")
-        refuse(mesh.cp > 1, ring, cp, instead)
-        refuse(mesh.ep > 1, ring, f"mesh.ep={mesh.ep}", instead)
+    is_ring = mesh.fsdp_gradients == choices.FsdpGradients.ring
+    is_matmul = mesh.tensor_parallel == choices.TensorParallelMode.collective_matmul
+    ring, matmul = "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=collective_matmul"
+    refuse(is_ring and is_matmul, ring, matmul, "mesh.tensor_parallel=sequence, or mesh.fsdp_gradients=reduce_scatter")
     if mesh.cp > 1:
         refuse(train.dpo_beta, "train.dpo_beta", f"{cp}, which cuts the answers of a pair apart", "mesh.cp=1")
         is_saved = choices.SavedActivation.query_key_value in model.offload
@@ -265,10 +256,7 @@ def _faults_of_combinations(config: Config) -> Iterator[str]:
     refuse(has_nope, "model.layer_pattern with nope", f"model.positions={model.positions}", "model.positions=rotary")
     refuse(rank and not model.adapter.matrices, adapter, "model.adapter.matrices=[]", "model.adapter.matrices=[all]")
     if model.experts:
-        refuse(model.block != choices.Block.sequential, experts, f"model.block={model.block}", "model.block=sequential")
         refuse(model.mlp not in GATED_MLPS, experts, f"model.mlp={model.mlp}", f"one of {', '.join(GATED_MLPS)}")
-        shared = f"model.shared_expert_ffn={model.shared_expert_ffn}"
-        refuse(model.shared_expert_ffn and model.mlp_bias, shared, "model.mlp_bias=true", "model.mlp_bias=false")
         has_no_gradient = model.experts_per_token == 1 and model.router_normalize
         why = "model.router_normalize=false: one weight divided by itself is 1, so that the router has no gradient"
         refuse(has_no_gradient, "model.experts_per_token=1", "model.router_normalize=true", why)

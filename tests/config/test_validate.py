@@ -74,10 +74,10 @@ OF_EXPERTS = {
     "model.shared_expert_ffn=6": "mesh.mp=4 does not divide shared_expert_ffn=6 (model bytes); use mesh.mp in {1, 2}",
     "model.experts_per_token=9": "model.experts_per_token=9 is above model.experts=8 (model bytes)",
     "model.experts_per_token=1": "cannot be combined with model.router_normalize=true (model bytes); use model.",
-    "model.block=parallel": "model.experts=8 cannot be combined with model.block=parallel (model bytes); "
-    "use model.block=sequential",
+    "model.block=parallel": "model.experts=8 needs model.block=sequential, but model.block=parallel (model bytes); "
+    "change that, or use model.experts=0",
     "model.mlp=gelu": "model.experts=8 cannot be combined with model.mlp=gelu (model bytes); use one of swiglu, geglu",
-    "model.mlp_bias=true model.shared_expert_ffn=128": "=128 cannot be combined with model.mlp_bias=true (model bytes)",
+    "model.mlp_bias=true model.shared_expert_ffn=128": "=128 needs model.mlp_bias=false, but model.mlp_bias=true",
     "model.adapter.rank=4": "model.experts=8 cannot be combined with adapters of them, model.adapter.matrices=",
     "model.adapter.rank=4 model.adapter.matrices=[attention] model.router_bias_rate=0.1": "model.adapter."
     "rank=4, whose checkpoints have adapters alone (model bytes); use model.router_bias_rate=null",
@@ -85,7 +85,7 @@ OF_EXPERTS = {
     "mesh.ep=2 mesh.dp=3": "mesh.ep=2 does not divide mesh.dp=3; use mesh.ep in {1, 3}",
     "mesh.ep=2 mesh.slices=2": "mesh.ep=2 does not divide mesh.dp=2 / mesh.slices=2; use "
     "mesh.ep in {1}",
-    "mesh.ep=2 mesh.zero=fsdp mesh.fsdp_gradients=ring": "mesh.fsdp_gradients=ring cannot be combined with mesh.ep=2",
+    "mesh.ep=2 mesh.zero=fsdp mesh.fsdp_gradients=ring": "mesh.fsdp_gradients=ring needs mesh.ep=1, but mesh.ep=2;",
 }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def composed(*settings: str) -> Config:
     (functions_of, "model.adapter.rank=25", r"rank=25 is above a size of attention.query, \[32, 24\].*leave query out"),
     (functions_of, "model.adapter.rank=9", r"rank=9 is above a size of attention.key, \[24, 2, 4\]"),
     (functions_of, "model.adapter.matrices=[attention,gate]", "has gate, which is no matrix of ParallelBlock; use "),
-    (composed, "mesh.zero=fsdp mesh.fsdp_gradients=ring", r"cannot be combined with model\.adapter\.rank=3"),
+    (composed, "mesh.zero=fsdp mesh.fsdp_gradients=ring", r"needs model\.adapter\.rank=0, but model\.adapter\.rank=3"),
     (composed, "model.adapter.alpha=0", r"alpha=0\.0 must be above 0"),
     (composed, "model.adapter.matrices=[]", r"cannot be combined with model\.adapter\.matrices=\[\]"),
     (composed, "model.adapter=lora", r"model\.adapter=lora must be a group of keys, such as model\.adapter\.rank="),

@@ -101,14 +101,12 @@ def _open_out(arguments: argparse.Namespace, stack: ExitStack) -> IO[str]:
 
     Raises UserError if that has content, unless --overwrite is given, or if the file cannot be written.
     """
-    from shmap_tp.runtime.files import file_size, replacing
+    from shmap_tp.runtime.files import file_size, replacing, writing_output
 
     if not arguments.overwrite and file_size(Path(arguments.out)):
         raise UserError(f"--out {arguments.out} exists; choose another file, or replace it with --overwrite")
-    try:
+    with writing_output(f"--out {arguments.out}"):
         return stack.enter_context(replacing(Path(arguments.out), keep=True))
-    except OSError as error:
-        raise UserError(f"--out {arguments.out} cannot be written: {error.strerror}") from error
 
 
 def _write(file: IO[str], prompts: list[str], found: list[list[str]]) -> None:

@@ -46,7 +46,7 @@ from shmap_tp.data.tokenizer import Bytes, Tokenizer
 from shmap_tp.data.tokenizing import FIRST_PART, DocumentSource, id_dtype, parts_key, tokenized
 from shmap_tp.errors import LostProcessError, UserError, shown
 from shmap_tp.runtime.console import print_on_process_0
-from shmap_tp.runtime.files import file_size, locked, read_file
+from shmap_tp.runtime.files import file_size, locked, read_file, writing_output
 
 _PACKED = 1 << 24  # tokens that are packed at a time
 
@@ -145,7 +145,7 @@ def prepare(
     """
     target = check_out(out, overwrite, key)
     name = parts_key(source, tokenizer)
-    with _messages(out, key), staging(target, overwrite, name) as directory:
+    with writing_output(f"{key} {shown(out)}"), staging(target, overwrite, name) as directory:
         parts = None if name is None else directory / name
         with closing(tokenized(source, tokenizer, workers, parts)) as documents:
             meta = _write_splits(source, documents, tokenizer, directory, row)
@@ -162,21 +162,11 @@ def check_out(out: Path | str, overwrite: bool, key: str = "--out") -> Path:
     if "://" in str(out):
         raise UserError(f"{key} {out} is a URL, but {key} must name a directory; copy it there when it is prepared")
     check_path(key, str(out), ())
-    with _messages(out, key):
+    with writing_output(f"{key} {shown(out)}"):
         target = Path(os.path.realpath(out))
         recover(target)
         _check_free(target, overwrite, key)
         return target
-
-
-@contextmanager
-def _messages(out: Path | str, key: str) -> Iterator[None]:
-    """Context that writes to `out`.  An error of the file system becomes a UserError."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{shown(out)} cannot be written: {reason}; fix the cause, or choose another {key}") from None
 
 
 def prepare_missing(data: DataConfig) -> None:

@@ -51,6 +51,7 @@ from shmap_tp.plan.search.output import token_count
 from shmap_tp.plan.targets import VERSION, VERSIONS, find_target
 from shmap_tp.runtime.command_line import run_command
 from shmap_tp.runtime.console import wrap_lines
+from shmap_tp.runtime.files import writing_output
 
 DEFAULTS = ("6_9b", 1, 16)
 """(model, sequences per microbatch on each dp rank, microbatches) where the flags say nothing else."""
@@ -101,10 +102,8 @@ def write_plot(config: Config, prediction: Prediction, file: Path) -> None:
         f"tensor parallelism {row.tensor_parallel}, zero {row.zero}: {row.kind}"
     )
     sizes = {axis: size for axis, size in axis_sizes(config.mesh).items() if axis != DP_SLICE}  # those of the module
-    try:
+    with writing_output(f"--plot {file}"):
         plot_step(prediction.schedule, memory, sizes, title, file)
-    except OSError as error:
-        raise UserError(f"--plot {file} cannot be written: {error.strerror}; choose another file") from error
     print(f"\nwritten: {file}")
 
 

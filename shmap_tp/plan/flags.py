@@ -15,6 +15,7 @@ from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError, refuse_first, shown
 from shmap_tp.parallel.mesh import DP, MP
 from shmap_tp.pretrained.configuration import derive_model
+from shmap_tp.runtime.files import writing_output
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,12 +116,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if file := vars(arguments).get(name):
             if (other := seen.setdefault(Path(file).absolute(), name)) != name:
                 raise UserError(f"--{other} and --{name} are both {shown(file)}; choose another file for one of them")
-            try:
+            with writing_output(f"--{name} {shown(file)}"):
                 _open_for_writing(Path(file))
-            except OSError as error:  # such as a missing directory, one of another user, a name that is too long
-                raise UserError(
-                    f"--{name} {shown(file)}: cannot be written; create its directory, or choose another file"
-                ) from error
 
 
 def _open_for_writing(file: Path) -> None:
@@ -161,8 +158,5 @@ def command_line(script: str = "") -> str:
 
 def append_json(row: dict, file: Path) -> None:
     """Append one line to a file of JSON objects."""
-    try:
-        with file.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}; choose another --json") from error
+    with writing_output(f"--json {file}"), file.open("a") as stream:
+        stream.write(json.dumps(row) + "\n")

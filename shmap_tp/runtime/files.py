@@ -71,6 +71,17 @@ def writable(key: str, directory: str) -> Iterator[None]:
 
 
 @contextmanager
+def writing_output(what: str) -> Iterator[None]:
+    """Context that writes `what`, an option of a command and the path that it names.  An OSError becomes a
+    UserError."""
+    try:
+        yield
+    except OSError as error:
+        way_out = "create its directory" if error.errno == errno.ENOENT else "correct that"
+        raise UserError(f"{what} cannot be written: {error.strerror or error}; {way_out}, or choose another") from error
+
+
+@contextmanager
 def writing(what: object) -> Iterator[None]:
     """Context in which `what` is written.  Raises StorageError if the disk or bucket refuses, for example when full.
 

@@ -189,8 +189,8 @@ MISTAKES = {
     "--dp 1 --mp 1 --emulate --steps 0": "--steps 0 is too small; it must be 1 or more",
     "--dp 0 --mp 1 --emulate": "--dp 0 is too small; it must be 1 or more",
     "--dp 2 --mp 1 --emulate --slices 2": "--topology and --slices apply to TPUs only; omit them, or omit --emulate",
-    f"{' '.join(V5E)} --json nowhere/rows": "--json nowhere/rows: cannot be written;",
-    f"{' '.join(V5E)} --hlo .": "--hlo .: cannot be written;",
+    f"{' '.join(V5E)} --json nowhere/rows": "--json nowhere/rows cannot be written: ",
+    f"{' '.join(V5E)} --hlo .": "--hlo . cannot be written: ",
 }
 
 

@@ -82,4 +82,4 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(mo
     monkeypatch.setattr(benchmark_layerwise.sys, "argv", ["benchmark_layerwise.py", "--json", "nowhere/rows"])
     monkeypatch.setattr(benchmark_layerwise, "find_devices", None)
     assert benchmark_layerwise.main() == 2
-    assert capsys.readouterr().err.startswith("error: --json nowhere/rows: cannot be written;")
+    assert capsys.readouterr().err.startswith("error: --json nowhere/rows cannot be written: ")

@@ -21,7 +21,7 @@ from shmap_tp.plan.search.candidates import SURE, Candidate, Result, pareto_fron
 from shmap_tp.plan.search.formulas import TIME, Estimate
 from shmap_tp.plan.targets import Machine, Target, machine_of
 from shmap_tp.runtime.console import fitted_table, wrap_lines
-from shmap_tp.runtime.files import replacing
+from shmap_tp.runtime.files import replacing, writing_output
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -284,12 +284,9 @@ def write_recipe(file: Path, candidate: Candidate, config: Config, note: str, ho
     chosen = candidate.apply(config)
     chosen = replace(chosen, mesh=replace(chosen.mesh, processes=hosts))
     plain = yaml.safe_load(yaml.dump(asdict(chosen), Dumper=_PlainDumper, sort_keys=False))
-    try:
-        train = as_installed("python main.py")
-        with replacing(file) as stream:
-            stream.write(f"# {note}\n#\n#   {train} --cfg {file}\n{yaml.safe_dump(plain, sort_keys=False)}")
-    except OSError as error:
-        raise UserError(f"--recipe {file} cannot be written: {error.strerror}; choose another file") from error
+    train = as_installed("python main.py")
+    with writing_output(f"--recipe {file}"), replacing(file) as stream:
+        stream.write(f"# {note}\n#\n#   {train} --cfg {file}\n{yaml.safe_dump(plain, sort_keys=False)}")
 
 
 class _PlainDumper(yaml.SafeDumper):

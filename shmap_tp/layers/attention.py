@@ -27,7 +27,7 @@ from shmap_tp.config.activation_names import ATTENTION_OUTPUT, QUERY_KEY_VALUE
 from shmap_tp.layers.causal_attention import Keys, Pattern, Queries, attend_from, causal_attention
 from shmap_tp.layers.context import Context, DeferredResiduals, Extras
 from shmap_tp.layers.flash_attention import Cudnn, Splash
-from shmap_tp.layers.head_kernels import NormAndRotation, heads_first, heads_last, normed_heads
+from shmap_tp.layers.head_kernels import Heads, heads_first, heads_last
 from shmap_tp.layers.linear import Linear
 from shmap_tp.layers.norm import JointRMSNorm, RMSNorm
 from shmap_tp.layers.positions import Rotary
@@ -157,14 +157,15 @@ class Attention(eqx.Module):
         is_flat = self._kernels(context) is not None
         return tuple(replace(layer, is_flat=is_flat) for layer in (self.query, self.key, self.value))
 
-    def _kernels(self, context: Context) -> NormAndRotation | None:
-        """What kernels compute before and after splash attention; None: XLA's operations do."""
+    def _kernels(self, context: Context) -> Heads | None:
+        """What kernels compute for q and k before splash attention; None: XLA's operations do."""
         attend, norm, encoding = self.attend, self.query_norm, context.encoding
-        is_plain = context.cache is None and context.positions is None and isinstance(norm, RMSNorm)
+        is_plain = context.cache is None and context.positions is None and isinstance(norm, RMSNorm | None)
         if not (is_plain and isinstance(attend, Splash) and isinstance(encoding, Rotary)):
             return None
-        how = NormAndRotation(norm.epsilon, encoding.rotation, attend.interpret)
-        return how if how.suits(self.query.outputs[1]) else None
+        epsilon = None if norm is None else norm.epsilon
+        how = Heads(self.query.outputs[1], encoding.rotation, epsilon=epsilon, interpret=attend.interpret)
+        return how if how.is_suited else None
 
     def mix(self, q: Activation, k: Activation, v: Activation, context: Context) -> tuple[Activation, Extras]:
         """softmax(q k') v of this device's heads, for all positions; with a cache also of the tokens before these.
@@ -196,21 +197,21 @@ class Attention(eqx.Module):
         return tp.split_time(mixed_BTHK), Extras(residuals=residuals)
 
     def _mix_in_kernels(
-        self, how: NormAndRotation, qkv: tuple[Array, Array, Array], context: Context
+        self, how: Heads, qkv: tuple[Array, Array, Array], context: Context
     ) -> tuple[Activation, Extras]:
         """The same, [B T F] of all heads: policies save q, k and v as the matmuls write them."""
         q, k, v = (checkpoint_name(context.stored(x.reshape(*x.shape[:2], -1)), QUERY_KEY_VALUE) for x in qkv)
         query_norm, key_norm = mark_varying((self.query_norm, self.key_norm), MP)
-        head_dim, pattern = qkv[0].shape[3], context.pattern
-        scale = head_dim**-0.5 if pattern.scale is None else pattern.scale  # of scores: here that of q
+        pattern = context.pattern
+        scale = how.head_dim**-0.5 if pattern.scale is None else pattern.scale  # of scores: here that of q
         heads = (
-            normed_heads(how, q, query_norm.factor * scale),
-            normed_heads(how, k, key_norm.factor),
-            heads_first(how.interpret, head_dim, v),
+            heads_first(how._replace(scale=scale), q, None if query_norm is None else query_norm.factor),
+            heads_first(how, k, None if key_norm is None else key_norm.factor),
+            heads_first(how._replace(rotation=None), v),
         )
         pattern = replace(pattern, scale=1.0, sinks_H=self.sinks, segments_BT=context.segments)
         mixed_BTHK, residuals = attend_rows(self.attend, heads, pattern)
-        return context.tp.split_time(heads_last(how.interpret, mixed_BTHK)), Extras(residuals=residuals)
+        return context.tp.split_time(heads_last(how, mixed_BTHK)), Extras(residuals=residuals)
 
 
 def attend_rows(

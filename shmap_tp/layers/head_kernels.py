@@ -2,9 +2,8 @@
 
 B batch, T time, H heads, K head dim, a multiple of 128, F = H K; all of one device.
 
-    matmul of q or k  -->  x[B T F]  --`normed_heads`-->  [B H T K]
-    matmul of v       -->  x[B T F]  --`heads_first`-->   [B H T K]
-    splash attention  -->  x[B H T K]  --`heads_last`-->  [B T F]  -->  matmul of out
+    matmul of q, k or v  -->  x[B T F]    --`heads_first`: norm and rotation of q and k-->  [B H T K]
+    splash attention     -->  x[B H T K]  --`heads_last`-->  [B T F]  -->  matmul of out
 
 Matmuls are fast where their features are one dim; splash attention reads head by head.  With [B H T K] XLA for TPU uses
 half of a multiplier of 256 x 256 where heads have 128 elements, and computes the gradient of the norm anew in every
@@ -33,55 +32,63 @@ POSITIONS = (512, 256, 128)
 """Positions of a tile: the first that divides T.  Splash attention needs that one does."""
 
 
-class NormAndRotation(NamedTuple):
-    """What `normed_heads` computes, but for the factor of the norm."""
+class Heads(NamedTuple):
+    """What the kernels compute for each head beside the transposition, but for the factor of a norm."""
 
-    epsilon: float
-    rotation: Rotation
+    head_dim: int
+    rotation: Rotation | None = None
+    scale: float = 1.0
+    """What heads that are rotated or normalised are multiplied by."""
+    epsilon: float | None = None
+    """That of the RMSNorm before the rotation; None: there is no norm."""
     interpret: bool = False
 
-    def suits(self, head_dim: int) -> bool:
-        """Whether the kernels compute it for heads of this dim: whole rows of memory, rotated in halves."""
-        halves = not self.rotation.neighbouring and self.rotation.size(head_dim) == head_dim
-        return halves and head_dim % LANES == 0
+    @property
+    def is_suited(self) -> bool:
+        """Whether the kernels compute it: whole rows of memory, rotated in halves."""
+        halves = not self.rotation.neighbouring and self.rotation.size(self.head_dim) == self.head_dim
+        return halves and self.head_dim % LANES == 0
 
-    def constants(self, time: int, factor_K: Array) -> tuple[Array, Array, Array]:
-        """cos[T K]; sin[T K], for the first element of a pair negative; the factor [1 K].  In float32."""
-        cos, sin = self.rotation.tables(time, len(factor_K))
-        sin[:, : len(factor_K) // 2] *= -1
-        return jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32), factor_K.astype(jnp.float32)[None]
+    def tables(self, time: int) -> tuple[Array, ...]:
+        """cos[T K]; sin[T K], for the first element of a pair negative.  In float32; nothing without a rotation."""
+        if self.rotation is None:
+            return ()
+        cos, sin = self.rotation.tables(time, self.head_dim)
+        sin[:, : self.head_dim // 2] *= -1
+        return jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32)
 
 
-def normed_heads(how: NormAndRotation, x_BTF: Float[Array, "B T F"], factor_K: Float[Array, " K"]) -> Array:
-    """y[B T H K] = x / sqrt(mean(x^2) + epsilon) * factor, rotated by position; computed in float32, in x's dtype.
+def heads_first(
+    how: Heads, x_BTF: Float[Array, "B T F"], factor_K: Float[Array, " K"] | None = None
+) -> Float[Array, "B T H K"]:
+    """x, or with a factor x / sqrt(mean(x^2) + epsilon) * factor, rotated by position, times the scale, as [B T H K],
+    which is stored as [B H T K]; computed in float32, in x's dtype.
+
     Communication: none; backward that of the cast of a factor that does not vary."""
+    if factor_K is None:
+        return _to_heads(how, x_BTF).transpose(0, 2, 1, 3)
     axes = sorted(varying_axes(x_BTF) | varying_axes(factor_K))
-    return _normed(how, *mark_varying((x_BTF, factor_K), tuple(axes))).transpose(0, 2, 1, 3)
+    return _normed(how, *mark_varying((x_BTF, factor_K * how.scale), tuple(axes))).transpose(0, 2, 1, 3)
 
 
-def heads_first(interpret: bool, head_dim: int, x_BTF: Float[Array, "B T F"]) -> Float[Array, "B T H K"]:
-    """x as [B T H K], stored as [B H T K].  Communication: none."""
-    return _to_heads(interpret, head_dim, x_BTF).transpose(0, 2, 1, 3)
-
-
-def heads_last(interpret: bool, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T F"]:
-    """x, stored as [B H T K], with H and K in one dim F.  Communication: none."""
-    return _to_features(interpret, x_BTHK.shape[3], x_BTHK.transpose(0, 2, 1, 3))
+def heads_last(how: Heads, x_BTHK: Float[Array, "B T H K"]) -> Float[Array, "B T F"]:
+    """x, stored as [B H T K], with H and K in one dim F; nothing else is computed.  Communication: none."""
+    return _to_features(how._replace(rotation=None), x_BTHK.transpose(0, 2, 1, 3))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed(how: NormAndRotation, x_BTF: Array, factor_K: Array) -> Array:
+def _normed(how: Heads, x_BTF: Array, factor_K: Array) -> Array:
     def kernel(x: Any, cos: Any, sin: Any, factor: Any, y: Any) -> None:
         for head, columns in _heads(y):
             n = x[0, :, columns].astype(jnp.float32)
             n = n * lax.rsqrt(jnp.mean(n * n, axis=1, keepdims=True) + how.epsilon) * factor[...]
             y[0, head] = (n * cos[...] + _other(n) * sin[...]).astype(y.dtype)
 
-    arrays = x_BTF, *how.constants(x_BTF.shape[1], factor_K)
-    return _call(kernel, how.interpret, len(factor_K), arrays, "fttw", "h")[0]
+    arrays = x_BTF, *how.tables(x_BTF.shape[1]), _row(factor_K)
+    return _call(kernel, how, arrays, "fttw", "h")[0]
 
 
-def _normed_backward(how: NormAndRotation, saved: tuple[Array, Array], dy_BHTK: Array) -> tuple[Array, Array]:
+def _normed_backward(how: Heads, saved: tuple[Array, Array], dy_BHTK: Array) -> tuple[Array, Array]:
     x_BTF, factor_K = saved
 
     def kernel(x: Any, dy: Any, cos: Any, sin: Any, factor: Any, dx: Any, d_factor: Any) -> None:
@@ -97,45 +104,49 @@ def _normed_backward(how: NormAndRotation, saved: tuple[Array, Array], dy_BHTK: 
             dn = dn * factor[...]
             dx[0, :, columns] = (root * (dn - n * jnp.mean(dn * n, axis=1, keepdims=True))).astype(dx.dtype)
 
-    arrays = x_BTF, dy_BHTK, *how.constants(x_BTF.shape[1], factor_K)
-    dx_BTF, d_factor_B1K = _call(kernel, how.interpret, len(factor_K), arrays, "fhttw", "fs")
+    arrays = x_BTF, dy_BHTK, *how.tables(x_BTF.shape[1]), _row(factor_K)
+    dx_BTF, d_factor_B1K = _call(kernel, how, arrays, "fhttw", "fs")
     return dx_BTF, jnp.sum(d_factor_B1K, axis=(0, 1)).astype(factor_K.dtype)
 
 
 _normed.defvjp(lambda how, x, factor: (_normed(how, x, factor), (x, factor)), _normed_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _to_features(interpret: bool, head_dim: int, x_BHTK: Array) -> Array:
-    def kernel(x: Any, y: Any) -> None:
-        for head, columns in _heads(x):
-            y[0, :, columns] = x[0, head]
-
-    return _call(kernel, interpret, head_dim, (x_BHTK,), "h", "f")[0]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _to_heads(interpret: bool, head_dim: int, x_BTF: Array) -> Array:
-    def kernel(x: Any, y: Any) -> None:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_heads(how: Heads, x_BTF: Array) -> Array:
+    def kernel(x: Any, *tables_and_y: Any) -> None:
+        *tables, y = tables_and_y
         for head, columns in _heads(y):
-            y[0, head] = x[0, :, columns]
+            y[0, head] = _rotated(how, 1, x[0, :, columns], tables)
 
-    return _call(kernel, interpret, head_dim, (x_BTF,), "f", "h")[0]
-
-
-_to_features.defvjp(lambda *of: (_to_features(*of), None), lambda how, dim, _, dy: (_to_heads(how, dim, dy),))
-_to_heads.defvjp(lambda *of: (_to_heads(*of), None), lambda how, dim, _, dy: (_to_features(how, dim, dy),))
+    arrays = x_BTF, *how.tables(x_BTF.shape[1])
+    return _call(kernel, how, arrays, "ftt"[: len(arrays)], "h")[0]
 
 
-def _call(
-    kernel: Callable[..., None], interpret: bool, head_dim: int, arrays: Sequence[Array], ins: str, outs: str
-) -> Sequence[Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _to_features(how: Heads, x_BHTK: Array) -> Array:
+    """The transpose of `_to_heads`, which rotates the other way."""
+
+    def kernel(x: Any, *tables_and_y: Any) -> None:
+        *tables, y = tables_and_y
+        for head, columns in _heads(x):
+            y[0, :, columns] = _rotated(how, -1, x[0, head], tables)
+
+    arrays = x_BHTK, *how.tables(x_BHTK.shape[2])
+    return _call(kernel, how, arrays, "htt"[: len(arrays)], "f")[0]
+
+
+_to_heads.defvjp(lambda how, x: (_to_heads(how, x), None), lambda how, _, dy: (_to_features(how, dy),))
+_to_features.defvjp(lambda how, x: (_to_features(how, x), None), lambda how, _, dy: (_to_heads(how, dy),))
+
+
+def _call(kernel: Callable[..., None], how: Heads, arrays: Sequence[Array], ins: str, outs: str) -> Sequence[Array]:
     """The kernel on tiles of positions and heads.
 
     A letter says what an array is, and which block of it a tile has: f [B T F], h [B H T K], t a table [T K], w [1 K],
     and s a sum for each sequence [B 1 K] in float32, which the kernel sets to zero in the first tile of a sequence.
     """
-    x = arrays[0]
+    x, head_dim = arrays[0], how.head_dim
     batch, time = x.shape[0], x.shape[1 if ins[0] == "f" else 2]
     heads = x.size // (batch * time * head_dim)
     rows = next(size for size in POSITIONS if time % size == 0)
@@ -162,7 +173,7 @@ def _call(
         out_shape=[results[kind] for kind in outs],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
-        interpret=interpret,
+        interpret=how.interpret,
     )
     return without_vma_check(run, *arrays)
 
@@ -171,6 +182,18 @@ def _heads(x: Any) -> list[tuple[int, slice]]:
     """(number, columns) of each head of a tile, of which x has the heads in a dim of their own."""
     _, heads, _, head_dim = x.shape
     return [(head, slice(head * head_dim, (head + 1) * head_dim)) for head in range(heads)]
+
+
+def _rotated(how: Heads, sign: int, x: Float[Array, "T K"], tables: Sequence[Any]) -> Float[Array, "T K"]:
+    """One head, rotated by sign times the angles, times the scale; without tables x."""
+    if not tables:
+        return x
+    (cos, sin), n = tables, x.astype(jnp.float32) * how.scale
+    return (n * cos[...] + sign * (_other(n) * sin[...])).astype(x.dtype)
+
+
+def _row(factor_K: Float[Array, " K"]) -> Float[Array, "1 K"]:
+    return factor_K.astype(jnp.float32)[None]
 
 
 def _other(n: Float[Array, "T K"]) -> Float[Array, "T K"]:

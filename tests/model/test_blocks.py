@@ -57,11 +57,14 @@ def test_exactly_the_offloaded_activations_are_written_to_the_host(remat, offloa
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_softmax_denominators_of_a_kernel_stay_on_the_device(defer):
-    """q, k, v and the output of splash attention are written, each once; the values per query are not."""
-    offload = "model.offload=[query_key_value,attention_output]"
-    model = config("model.context=128", "model.positions=rotary", "model.remat=attention", offload).model
-    expected = {(B * H, 128, K) if defer else (B, H, 128, K): 3, (B * H, 1, 128, K): 1}
+@pytest.mark.parametrize("head_dim", [K, 128])
+def test_softmax_denominators_of_a_kernel_stay_on_the_device(defer, head_dim):
+    """q, k, v and the output of splash attention are written, each once, also where kernels rotate q and k; the values
+    per query are not."""
+    sizes = "model.context=128", "model.positions=rotary", f"model.head_dim={head_dim}"
+    model = config(*sizes, "model.remat=attention", "model.offload=[query_key_value,attention_output]").model
+    as_written = (B, 128, H * head_dim) if head_dim == 128 else (B, H, 128, head_dim)
+    expected = {(B * H, 128, head_dim) if defer else as_written: 3, (B * H, 1, 128, head_dim): 1}
     assert host_writes(trace_loss_and_gradients(model, Splash(defer))) == expected
 
 

@@ -39,7 +39,6 @@ from shmap_tp.layers.context import Context
 from shmap_tp.layers.expert_dispatch import dispatch_of_mesh
 from shmap_tp.layers.grouped_matmul import GroupedMatmul
 from shmap_tp.layers.mlp import GATES, MLPS, Gate, MlpLayer
-from shmap_tp.layers.xla_workarounds import twice
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
 from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
@@ -171,11 +170,6 @@ class ExpertMatrices(eqx.Module):
         self.weight = std * jax.random.normal(key, (experts, features_in, features_out))
         self.bias = jnp.zeros((experts, features_out)) if bias else None
 
-    def __call__(
-        self, x_RD: Float[Array, "R D"], sizes_E: Int[Array, " E"], multiply: GroupedMatmul
-    ) -> Float[Array, "R F"]:
-        return multiply(*_varying_alike(x_RD, self.weight.astype(x_RD.dtype), sizes_E))
-
     def add_bias(self, y_RF: Float[Array, "R F"], rows: "ExpertRows", weights_R1: Array | float = 1) -> Array:
         """y + weight b of each row's expert.  Places without a row add nothing to the gradient of a bias."""
         if self.bias is None:
@@ -258,11 +252,13 @@ class Experts(eqx.Module):
         @jax.named_scope("experts")
         def compute(x_RD: Array, weights_R: Array, sizes_E: Array) -> Array:
             rows = ExpertRows.of(len(x_RD), sizes_E)
-            inputs = zip((self.gate, self.up), twice(x_RD), strict=True)
-            gate_RF, up_RF = (layer.add_bias(layer(x, sizes_E, multiply), rows) for layer, x in inputs)
+            inputs = self.gate, self.up
+            products_RF = _products(multiply, x_RD, inputs, sizes_E)
+            gate_RF, up_RF = (layer.add_bias(y, rows) for layer, y in zip(inputs, products_RF, strict=True))
             gate_RF, up_RF = checkpoint_name(gate_RF, GATE), checkpoint_name(up_RF, UP)
             weights_R1 = jnp.where(rows.is_row_R, weights_R, 0)[:, None].astype(up_RF.dtype)
-            y_RD = self.down(self.gated(gate_RF, up_RF) * weights_R1, sizes_E, multiply)
+            hidden_RF = self.gated(gate_RF, up_RF) * weights_R1
+            (y_RD,) = _products(multiply, hidden_RF, (self.down,), sizes_E)
             return self.down.add_bias(y_RD, rows, weights_R1)
 
         tokens = None if routing.is_token_N is None else jnp.sum(routing.is_token_N, dtype=jnp.int32)
@@ -279,6 +275,15 @@ class Experts(eqx.Module):
         balance = balance_loss(routing, batch, segments_BT)
         loss = self.balance_loss * balance + self.z_loss * router_z_loss(routing)
         return lax.pmean(loss, MP)
+
+
+def _products(
+    multiply: GroupedMatmul, x_RD: Array, layers: tuple[ExpertMatrices, ...], sizes_E: Array
+) -> tuple[Array, ...]:
+    """x times the matrices of each layer."""
+    weights = (layer.weight.astype(x_RD.dtype) for layer in layers)
+    x_RD, sizes_E, *weights = _varying_alike(x_RD, sizes_E, *weights)
+    return multiply(x_RD, tuple(weights), sizes_E)
 
 
 def rows_of_a_token(config: ModelConfig, mesh: MeshConfig) -> float:

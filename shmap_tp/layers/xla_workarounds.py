@@ -82,25 +82,6 @@ def join_gradients(*values: Any) -> tuple[Any, ...]:
 join_gradients.defvjp(lambda *values: (values, None), lambda _, gradients: lax.optimization_barrier(gradients))
 
 
-@jax.custom_vjp
-def twice(x: Float[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """(x, x), whose gradients are added in float32 at least.
-
-    The plain version is `(x, x)`.  With it XLA for TPU adds two gradients of bfloat16 by an instruction of their own,
-    which takes four times as long as reading and writing them.
-    """
-    return x, x
-
-
-def _sum_of_gradients(_: None, gradients: tuple[Array, Array]) -> tuple[Array]:
-    dtype = gradients[0].dtype
-    first, second = (dx.astype(jnp.promote_types(dtype, jnp.float32)) for dx in gradients)
-    return ((first + second).astype(dtype),)
-
-
-twice.defvjp(lambda x: ((x, x), None), _sum_of_gradients)
-
-
 row_major_p = Primitive("row_major")
 row_major_p.def_impl(lambda x: x)
 row_major_p.def_abstract_eval(lambda x: x)

@@ -79,22 +79,23 @@ class GroupedTiles(NamedTuple):
 
 
 def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles | None:
-    """The tiles of a kernel of jax.experimental.pallas.ops.tpu.megablox; None for any other kernel.
+    """The tiles of a kernel of `layers/grouped_matmul.py`; None for any other kernel.
 
     A tile of rows is computed once for each group that has rows in it, and not at all beyond the last group: of E
     groups E - 1 end within a tile.  The kernel receives the ends of the groups, and the group and number of every tile:
     s32[E + 1], s32[tiles + E - 1] and again.  Tiles of features may exceed the matrix.
     """
-    kernel = re.search(r"/jit\((t?gmm)\)/", instruction.attributes)
+    kernel = re.search(r"[/(](t?gmm)\)*/pallas_call", instruction.attributes)
     if kernel is None:
         return None
     operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", instruction.attributes)[1]
     ends, visits, *_ = (int(size) for size in re.findall(r"s32\[(\d+)\]", operands))
     (bits, *_), *_ = arrays = re.findall(r"(?:bf|f)(\d+)\[([\d,]+)\]", operands)
-    x, other = ([int(n) for n in dims.split(",")] for _, dims in arrays)
+    products = len(arrays) // 2  # of as many matrices
+    x, other = ([int(n) for n in dims.split(",")] for _, dims in (arrays[0], arrays[products]))
     itemsize, has_matrices = int(bits) // 8, kernel[1] == "gmm"
     out = math.prod(other[1:]) // x[1] if has_matrices else other[1]
-    contracted = contracted_tile(x[1], itemsize) if has_matrices else output_tile(x[1], itemsize)
+    contracted = contracted_tile(x[1], itemsize, products) if has_matrices else output_tile(x[1], itemsize)
     sizes = (x[1], contracted), (out, output_tile(out, itemsize))
     exceeding = math.prod((n + -n % tile) / n for n, tile in sizes)
     boundaries = ends - 2
@@ -102,7 +103,7 @@ def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles
     of_shapes, of_visits = exceeding * computed / (visits - boundaries), computed / visits
     if not has_matrices or contracted < x[1]:
         return GroupedTiles(of_shapes, of_visits)
-    matrix = x[1] * out * itemsize
+    matrix = products * x[1] * out * itemsize
     return GroupedTiles(of_shapes, of_visits, visits * matrix, (ends - 1) * matrix)
 
 

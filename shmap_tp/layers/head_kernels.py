@@ -40,7 +40,7 @@ class Heads(NamedTuple):
     scale: float = 1.0
     """What heads that are rotated or normalised are multiplied by."""
     epsilon: float | None = None
-    """That of the RMSNorm before the rotation; None: there is no norm."""
+    """The epsilon of the RMSNorm before the rotation; None: there is no norm."""
     interpret: bool = False
 
     @property

@@ -31,22 +31,23 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 from shmap_tp.config.schema import CheckpointConfig
-from shmap_tp.errors import StorageError, UserError, first_line
+from shmap_tp.errors import StorageError, UserError
 from shmap_tp.parallel.partitioning import axes_in, shard_over, types_by_path
 from shmap_tp.runtime.agreement import on_process_0
 from shmap_tp.runtime.files import make_directory, write_atomically, writing
-from shmap_tp.runtime.workers import interruptible
 from shmap_tp.training.bad_steps import initial_bad_step_state
 from shmap_tp.training.checkpoint_files import (
     SKIPPED,
     absolute,
     checkpoint_steps,
+    difference,
     is_in_progress,
+    load_state,
     read_facts,
     saved_state,
 )
 from shmap_tp.training.integrity import MANIFEST, find_faults, hashes
-from shmap_tp.training.local_checkpoints import KEY, LocalCheckpoints, bytes_of_copies, difference
+from shmap_tp.training.local_checkpoints import KEY, LocalCheckpoints, bytes_of_copies
 from shmap_tp.training.step import State
 
 CHUNK_BYTES = 128 * 2**20
@@ -243,12 +244,7 @@ class Checkpoints:
         initial = jax.jit(
             initial_bad_step_state, out_shardings=jax.tree.map(lambda shape: shape.sharding, shapes.guard)
         )()
-        try:
-            loaded = interruptible(lambda: ocp.load_checkpointables(directory, {"state": requested}))["state"]
-            return State(**{"guard": initial} | loaded)
-        except Exception as error:
-            cause = first_line(error.__cause__ or error)
-            raise StorageError(f"checkpoint {directory} cannot be restored: {cause}") from error
+        return State(**{"guard": initial} | load_state(directory, requested, StorageError))
 
     def _complete(self, step: int, written: Any, skipped_in_a_row: int) -> None:
         """Wait for Orbax, write the hashes, and only then delete the checkpoints that are not kept."""

@@ -7,7 +7,7 @@ Only reads, so the run may be under way.
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from orbax.checkpoint import v1 as ocp
 from shmap_tp.config.compose import from_values
 from shmap_tp.config.schema import Config
 from shmap_tp.config.yaml_files import saved_checkpoint_dir
-from shmap_tp.errors import StorageError, UserError, first_line, shown
+from shmap_tp.errors import ShmapTpError, StorageError, UserError, first_line, shown
 from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.partitioning import types_by_path
 from shmap_tp.runtime.agreement import on_process_0
-from shmap_tp.runtime.files import first_contact
+from shmap_tp.runtime.files import first_contact, reading
 from shmap_tp.runtime.run_lock import is_in_use
 from shmap_tp.runtime.workers import interruptible
 from shmap_tp.training.integrity import MANIFEST, find_faults, unreadable
@@ -109,35 +109,29 @@ def find_checkpoint(directory: str, step: int | None) -> epath.Path:
     `directory` may also be one checkpoint.  A damaged or unfinished checkpoint is skipped with a warning.
     Raises UserError if there is no checkpoint, or the one of `step` is missing or damaged.
     """
-    try:
-        return _find_checkpoint(directory, step)
-    except OSError as error:
-        raise UserError(f"{directory} cannot be read: {error.strerror or error}; name another directory") from error
-
-
-def _find_checkpoint(directory: str, step: int | None) -> epath.Path:
     if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer)):
         raise UserError(f"step={shown(step)} must be an integer, as in step=3")
-    root = absolute(directory)
-    if step is None and root.name.isdecimal() and root.is_dir():
-        root, step = root.parent, int(root.name)
-    root = directory_of_checkpoints(root)
-    steps = on_process_0("steps", lambda: sorted(checkpoint_steps(root)) if root.is_dir() else [])
-    if not steps:
-        raise UserError(
-            f"{directory} holds no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"
-        )
-    if step is not None and step not in steps:
-        raise UserError(f"{root} holds no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    for candidate in [step] if step is not None else reversed(steps):
-        faults = find_faults(root / str(candidate))
-        if not faults:
-            return root / str(candidate)
-        if step is not None:
-            raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
-        if not is_in_progress(root / str(candidate)):
-            warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=5)
-    raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
+    with reading(directory):
+        root = absolute(directory)
+        if step is None and root.name.isdecimal() and root.is_dir():
+            root, step = root.parent, int(root.name)
+        root = directory_of_checkpoints(root)
+        steps = on_process_0("steps", lambda: sorted(checkpoint_steps(root)) if root.is_dir() else [])
+        if not steps:
+            raise UserError(
+                f"{directory} holds no checkpoint; name the run.dir or the checkpoint.dir of a run that has saved one"
+            )
+        if step is not None and step not in steps:
+            raise UserError(f"{root} holds no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+        for candidate in [step] if step is not None else reversed(steps):
+            faults = find_faults(root / str(candidate))
+            if not faults:
+                return root / str(candidate)
+            if step is not None:
+                raise UserError(f"checkpoint {root / str(step)} cannot be used: {faults[0]}")
+            if not is_in_progress(root / str(candidate)):
+                warnings.warn(f"checkpoint {root / str(candidate)} is skipped: {faults[0]}", stacklevel=4)
+        raise UserError(f"no checkpoint in {root} is intact (there: {', '.join(map(str, steps))})")
 
 
 def directory_of_checkpoints(root: epath.Path) -> epath.Path:
@@ -180,7 +174,7 @@ def restore_parameters(checkpoint: epath.Path, shapes: Transformer, held: Transf
     """
     saved = _saved(checkpoint, shapes)
     others = {name: jax.tree.map(lambda _: ocp.PLACEHOLDER, part) for name, part in saved.items() if name != "params"}
-    return _load(checkpoint, others | {"params": shapes if held is None else held})
+    return load_state(checkpoint, others | {"params": shapes if held is None else held}, UserError)["params"]
 
 
 def read_chunks(checkpoint: epath.Path, shapes: Transformer) -> Iterator[Chunk]:
@@ -217,21 +211,24 @@ def _open_array(checkpoint: epath.Path, name: str) -> tensorstore.TensorStore:
 def _saved(checkpoint: epath.Path, shapes: Transformer) -> dict[str, Any]:
     """What is saved in `checkpoint`, described.  Raises UserError if its parameters are not those of `shapes`."""
     saved = dict(saved_state(checkpoint))
-    found, wanted = types_by_path(saved["params"]), types_by_path(shapes)
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            raise UserError(
-                f"checkpoint {checkpoint} holds params/{name} as {found.get(name)}, needed is {wanted.get(name)};\n"
-                f"read it with the version of shmap_tp that saved it"
-            )
+    if fault := difference(types_by_path(saved["params"]), types_by_path(shapes)):
+        raise UserError(
+            f"checkpoint {checkpoint} holds params/{fault};\nread it with the version of shmap_tp that saved it"
+        )
     return saved
 
 
-def _load(checkpoint: epath.Path, state: dict[str, Any]) -> Transformer:
-    """The parameters of `state`, the others of which are placeholders."""
+def difference(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+    """The first array whose dtype or shape differs from what is needed, in words; None if all are as needed."""
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            return f"{name} as {saved.get(name)}, needed is {wanted.get(name)}"
+    return None
+
+
+def load_state(checkpoint: epath.Path, state: Any, kind: type[ShmapTpError]) -> Any:
+    """The arrays of a checkpoint that `state` describes.  Raises an error of this `kind` if Orbax cannot read them."""
     try:
-        return interruptible(lambda: ocp.load_checkpointables(checkpoint, {"state": state}))["state"]["params"]
-    except Exception as error:
-        raise UserError(
-            f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}"
-        ) from error
+        return interruptible(lambda: ocp.load_checkpointables(checkpoint, {"state": state}))["state"]
+    except Exception as error:  # Orbax does not check what it reads
+        raise kind(f"checkpoint {checkpoint} cannot be restored: {first_line(error.__cause__ or error)}") from error

@@ -17,7 +17,7 @@ import re
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -37,7 +37,7 @@ from shmap_tp.runtime.agreement import divided, on_process_0
 from shmap_tp.runtime.distributed import joined_processes
 from shmap_tp.runtime.files import make_directory, write_atomically, writing
 from shmap_tp.runtime.workers import in_background
-from shmap_tp.training.checkpoint_files import absolute
+from shmap_tp.training.checkpoint_files import absolute, difference
 from shmap_tp.training.exchange import Holders, Ranges, assembled, ranges_of, sizes_of
 from shmap_tp.training.integrity import HASHING_THREADS, MANIFEST, file_hash
 from shmap_tp.training.step import State
@@ -257,14 +257,6 @@ def of_another_slice(array: jax.Array) -> list[jax.Array]:
 def bytes_of_copies(array: jax.Array) -> int:
     """What a device holds at most while a copy of this array is saved."""
     return shard_bytes(array) * (2 if DP_SLICE in axes_in(array.sharding.spec) else 1)
-
-
-def difference(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """The first array whose dtype or shape differs from what a run needs, in words; None if all are as needed."""
-    for name in sorted(saved.keys() | wanted.keys()):
-        if saved.get(name) != wanted.get(name):
-            return f"{name} as {saved.get(name)}, this run needs {wanted.get(name)}"
-    return None
 
 
 def _everywhere(name: str, call: Callable[[], Any]) -> list[Any]:

@@ -191,7 +191,7 @@ def test_a_state_of_another_shape_or_dtype_or_with_a_missing_leaf_is_refused_wit
     for shape, dtype in [((64, 96), "float32"), ((64, 32), "bfloat16")]:
         leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
         other = eqx.tree_at(lambda state: state.params.embedding.weight, shapes, leaf)
-        refused.append((other, f"{has}embedding/weight as float32[64, 32], this run needs {dtype}{list(shape)};"))
+        refused.append((other, f"{has}embedding/weight as float32[64, 32], needed is {dtype}{list(shape)};"))
     with Checkpoints(checkpoint_config(pair[0]), print) as checkpoints:
         for wrong, message in refused:
             with pytest.raises(UserError) as caught:

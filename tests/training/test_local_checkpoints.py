@@ -272,7 +272,7 @@ def test_a_local_checkpoint_of_other_shapes_is_named_and_skipped(opened, functio
     with opened(shapes=other) as checkpoints:
         assert checkpoints.newest_intact() is None
     assert messages == [
-        "the local checkpoint of step 1 is skipped: it has step as int32[], this run needs int32[2]",
+        "the local checkpoint of step 1 is skipped: it has step as int32[], needed is int32[2]",
     ]
 
 

@@ -49,6 +49,8 @@ blocks compute more of the masked half, and at K = 256 their backward pass does 
 MOST_KEYS = 4096
 """Positions in the largest block of keys of a backward kernel, for heads of up to 128: with its sums in float32 it
 takes 20 MiB of vector memory, which v5e and later allow (`SCOPED_VMEM_KIB` of hardware/xla_options.py)."""
+ADDED_AT_ONCE = 8
+"""Partial dq that XLA for TPU adds in one operation.  For more of them blocks of keys have 1024 positions."""
 MAX_PARTIAL_DQ = 32
 """Two backward kernels are used where there would be more of them, each as large as q."""
 
@@ -100,7 +102,11 @@ def _backward_keys(keys: int, size: int, most: int) -> int | None:
     One kernel has 5 matmuls a block, where two have 7, and returns a partial dq for each block of keys.  Larger blocks
     make fewer of these, and compute more of the masked half: with n blocks 1/n more.
     """
-    while keys // size > MAX_ADDITIONS and 2 * size <= most and keys % (2 * size) == 0:
+
+    def too_many() -> bool:
+        return keys // size > (ADDED_AT_ONCE if size < 1024 else MAX_ADDITIONS)
+
+    while too_many() and 2 * size <= most and keys % (2 * size) == 0:
         size *= 2
     return size if keys // size <= MAX_PARTIAL_DQ else None
 

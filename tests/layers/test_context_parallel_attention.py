@@ -85,7 +85,7 @@ def test_chunked_attention_of_cut_rows_equals_that_of_whole_rows(ranks, document
 def test_splash_attention_of_cut_rows_equals_that_of_whole_rows(monkeypatch, documents, options, most_keys):
     """With one backward kernel, whose blocks of keys are 4 or 2 times those of the forward pass, and with the two of
     longer rows."""
-    for name, value in (("BLOCKS", (128,)), ("MAX_ADDITIONS", 1), ("MAX_PARTIAL_DQ", 2)):
+    for name, value in (("BLOCKS", (128,)), ("ADDED_AT_ONCE", 1), ("MAX_PARTIAL_DQ", 2)):
         monkeypatch.setattr(flash_attention, name, value)
     compare(Splash(interpret=True, most_keys=most_keys), 2, 512, documents, options)
 

@@ -118,6 +118,12 @@ def test_splash_attention_skips_the_blocks_outside_of_the_window():
         assert blocks(129) == [15, 15] and blocks(130) == [21, 21]
 
 
+@pytest.mark.parametrize(("keys", "block"), [(4096, 512), (8192, 1024), (16384, 1024), (32768, 2048)])
+def test_longer_rows_have_larger_blocks_of_keys_in_the_backward_kernel(keys, block):
+    kernel = flash_attention.make_splash((1, keys, keys), Pattern(), None, interpret=True)
+    assert kernel.kwargs["block_sizes"].block_kv_dkv == block
+
+
 def test_kernel_results_vary_over_the_axes_of_their_arguments():
     """q is sharded over both axes, k and v only over dp; JAX then reduces their gradients over mp."""
     heads_sharded, replicated_heads = P(DP, None, MP, None), P(DP, None, None, None)

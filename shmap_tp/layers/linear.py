@@ -36,6 +36,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num, PRNGKeyArray
 
+from shmap_tp.layers.xla_workarounds import row_major
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.eight_bit import EightBit, sum_over_tokens
 from shmap_tp.parallel.fsdp import Weight
@@ -234,7 +235,7 @@ class LinearProduct:
         if self.kind == Kind.column and len(self.outputs) == 1:
             return matmul(x, w.T, into)
         if self.is_flat:
-            w_DF = w.T if self.kind == Kind.column else w.reshape(len(w), -1)
+            w_DF = w.T if self.kind == Kind.column else row_major(w.reshape(len(w), -1))
             return matmul(x, w_DF, into).reshape(*x.shape[:2], -1, self.outputs[1])
         if self.kind == Kind.column:
             return einsum("btd,hkd->bthk", x, w.astype(x.dtype).reshape(-1, self.outputs[1], x.shape[2]))

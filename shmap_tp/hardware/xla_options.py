@@ -28,7 +28,8 @@ ASYNC_ALL_GATHER = {"xla_enable_async_all_gather": "true"}
 """Let all-gathers overlap matmuls."""
 
 ASYNC_FULL_ALL_GATHER = {"xla_tpu_prefer_async_allgather_to_allreduce": "true"}
-"""Also let all-gathers over all devices of a 3D torus overlap, which XLA would replace by synchronous all-reduces."""
+"""Also let all-gathers over all devices of a 3D torus overlap, which XLA would replace by synchronous all-reduces; on
+TPU7x only those of float8."""
 
 SPARSE_CORE_COLLECTIVES = ASYNC_FULL_ALL_GATHER | dict.fromkeys(
     [
@@ -65,7 +66,7 @@ COMPILER_OPTIONS = {
     "TPU v5 lite": ALL_MEMORY | {SCOPED_VMEM_KIB: "24576"},
     "TPU v5": ALL_MEMORY | ASYNC_PERMUTES | SPARSE_CORE_COLLECTIVES | {SCOPED_VMEM_KIB: "32768"},
     "TPU v6 lite": SPARSE_CORE_COLLECTIVES | {SCOPED_VMEM_KIB: "65536"},
-    "TPU7x": {SCOPED_VMEM_KIB: "61440"},
+    "TPU7x": ASYNC_FULL_ALL_GATHER | {SCOPED_VMEM_KIB: "61440"},
 }
 """Options for every training step, by jax.Device.device_kind."""
 COMPILER_OPTIONS["TPU v5p"] = COMPILER_OPTIONS["TPU v5"]

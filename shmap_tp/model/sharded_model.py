@@ -26,7 +26,7 @@ from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.grouped_matmul import select_grouped_matmul
 from shmap_tp.model.blocks import MakeMlp
 from shmap_tp.model.transformer import Execution, MakeBlock, Transformer
-from shmap_tp.parallel.eight_bit import EightBit, Format, rounded, select_format
+from shmap_tp.parallel.eight_bit import EightBit, Format, select_format
 from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import axis_sizes, spec_axes
 from shmap_tp.parallel.partitioning import (
@@ -37,6 +37,7 @@ from shmap_tp.parallel.partitioning import (
     named_shardings,
     path_name,
 )
+from shmap_tp.parallel.rounding import rounded
 from shmap_tp.parallel.tensor_parallel import TENSOR_PARALLEL, TensorParallel
 from shmap_tp.parallel.weights import is_int8, quantized_shape, quantized_specs
 

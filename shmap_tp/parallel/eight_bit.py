@@ -40,33 +40,45 @@ from jaxtyping import Array, Float, Shaped
 from shmap_tp.config.choices import MatmulPrecision
 from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.parallel.collectives import all_gather, mark_varying, reduce_scatter, varying_axes
+from shmap_tp.parallel.rounding import rounded, rounded_in_one_pass, suits
 
 
 class Format(NamedTuple):
     """What the operands of a product are rounded to."""
 
     values: Any
-    """The dtype of activations and weights."""
-    gradients: Any
-    """The dtype of gradients of activations."""
+    """The dtype of weights, activations and gradients of activations."""
     sums: Any
     """The dtype that products are accumulated in."""
     transposed: bool = False
     """Whether devices multiply in eight bits only where the first operand is stored with the dim that is summed over as
     its last: for sums over tokens it is transposed before."""
+    kernel: bool | None = None
+    """Whether the kernel that rounds activations is interpreted; None: XLA rounds them."""
+
+    def round(
+        self, x: Float[Array, "B T *F"], factor: Float[Array, "..."] | None = None, by_feature: bool = False
+    ) -> "Rounded":
+        """x * factor, in x's dtype, with a scale for each token, or for each feature."""
+        if self.kernel is not None and suits(x, by_feature):
+            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, self.values)
+            return Rounded(*found, self._replace(transposed=self.transposed and not by_feature))
+        x = x if factor is None else _scaled(x, factor).astype(x.dtype)
+        return Rounded(*rounded(x, (0, 1) if by_feature else _features(x), self.values), self)
 
 
 FORMATS = {
-    MatmulPrecision.int8: Format(jnp.int8, jnp.int8, jnp.int32),
-    MatmulPrecision.fp8: Format(jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float32),
+    MatmulPrecision.int8: Format(jnp.int8, jnp.int32),
+    MatmulPrecision.fp8: Format(jnp.float8_e4m3fn, jnp.float32),
 }
 
 
 def select_format(precision: MatmulPrecision, device: Device) -> Format | None:
     """The one for devices like `device`; None where nothing is multiplied in eight bits."""
     made = generation(device.device_kind)
-    transposed = made is not None and made.platform in ("v5e", "v5")  # libtpu 0.0.42 (docs/performance-notes.md)
-    return FORMATS[precision]._replace(transposed=transposed) if precision in FORMATS else None
+    is_v5 = made is not None and made.platform in ("v5e", "v5")  # libtpu 0.0.42 (docs/performance-notes.md)
+    how = {"transposed": is_v5, "kernel": False if made is not None and made.has_kernels else None}
+    return FORMATS[precision]._replace(**how) if precision in FORMATS else None
 
 
 ROW_MAJOR = Layout(major_to_minor=(0, 1))
@@ -76,9 +88,10 @@ class Rounded(eqx.Module):
     """x ~ values x scale."""
 
     values: Shaped[Array, "B T *F"]
-    scale: Float[Array, "1 1 *F"] | None
+    scale: Float[Array, "..."] | None
     """None: 1."""
     to: Format = eqx.field(static=True)
+    """`transposed`: not stored with T as its last dim yet."""
 
 
 @runtime_checkable
@@ -119,22 +132,20 @@ class EightBit(eqx.Module):
 
     def product(self, product: MatrixProduct, x: Float[Array, "B T *D"]) -> Float[Array, "B T *F"]:
         """The same, not to be differentiated."""
-        values, scale = rounded(x, _features(x), self.to.values)
-        y = product(values, self.values, self.to.sums)
-        return _scaled(y, _like(y, scale), self._scale_of(y)).astype(x.dtype)
+        rounded = self.to.round(x)
+        y = product(rounded.values, self.values, self.to.sums)
+        return _scaled(y, _like(y, rounded.scale), self._scale_of(y)).astype(x.dtype)
 
     def gradients(
         self, product: MatrixProduct, x: Float[Array, "B T *D"], dy: Float[Array, "B T *F"]
     ) -> tuple[Float[Array, "B T *D"], "Rounded", "Rounded"]:
         """dx = dy @ w', in dy's dtype, and x and dy of dw = x' @ dy (`sum_over_tokens`).  Communication: none."""
-        to = self.to
         dy = lax.optimization_barrier(dy)  # else XLA keeps it in float32 (docs/performance-notes.md)
-        values, scale = rounded(_scaled(dy, self._scale_of(dy)).astype(dy.dtype), _features(dy), to.gradients)
-        dx = product.transposed(values, self.values, x.shape[2:], to.sums)
-        dx = _scaled(dx, _like(dx, scale)).astype(dy.dtype)
-        x_values, x_scale = rounded(x, _features(x), to.values)
-        by_feature = rounded(_scaled(dy, _like(dy, x_scale)).astype(dy.dtype), (0, 1), to.gradients)
-        return dx, Rounded(x_values, None, to), Rounded(*by_feature, to)
+        by_token, x = self.to.round(dy, self._scale_of(dy)), self.to.round(x)
+        dx = product.transposed(by_token.values, self.values, x.values.shape[2:], self.to.sums)
+        dx = _scaled(dx, _like(dx, by_token.scale)).astype(dy.dtype)
+        by_feature = self.to.round(dy, _like(dy, x.scale), by_feature=True)
+        return dx, Rounded(x.values, None, x.to), by_feature
 
     def gathered(self, axes: Any, dim: int) -> "EightBit":
         """Shards along `dim` -> the whole, which has the gradient of `weight` as if that had been gathered.  The scale
@@ -156,24 +167,6 @@ class EightBit(eqx.Module):
         return self.scale.reshape(1, 1, *y.shape[2:])
 
 
-def rounded(
-    x: Float[Array, "..."], dims: tuple[int, ...], dtype: DTypeLike, axes: tuple[str, ...] = ()
-) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
-    """(values, scale), x ~ values x scale: one scale for all elements along `dims`, whose size in it is 1, so that the
-    largest becomes the largest number of `dtype`, unless the scale would be below the least normal one.  What is all 0
-    stays so; what is not finite has such a scale.
-
-    Communication  one maximum over `axes`, those which shard `dims` under shard_map.
-    """
-    largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
-    largest = (lax.pmax(largest, axes) if axes else largest).astype(jnp.promote_types(x.dtype, jnp.float32))
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    scale = jnp.where(largest == 0, 1, largest) / float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
-    scale = jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # else flushed to 0, so that finite / 0 is NaN in float8
-    scaled = x.astype(scale.dtype) / scale
-    return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale
-
-
 def sum_over_tokens(first: Array | Rounded, second: Array | Rounded) -> Float[Array, "..."]:
     """first' @ second, [*features of first, *features of second], accumulated in 32 bits (or wider), given in float32
     (or wider).  Communication: none."""
@@ -181,9 +174,12 @@ def sum_over_tokens(first: Array | Rounded, second: Array | Rounded) -> Float[Ar
         wide = jnp.promote_types(first.dtype, jnp.float32)
         return jnp.tensordot(first, second, axes=((0, 1), (0, 1)), preferred_element_type=wide)
     x, y = (a.values.reshape(-1, math.prod(a.values.shape[2:])) for a in (first, second))
-    if first.to.transposed:
-        x = with_layout_constraint(with_layout_constraint(x, ROW_MAJOR).T, ROW_MAJOR).T
-    dw = jnp.matmul(x.T, y, preferred_element_type=first.to.sums)
+    if first.to.transposed and not second.to.transposed:
+        dw = jnp.matmul(y.T, x, preferred_element_type=first.to.sums).T
+    else:
+        if first.to.transposed:
+            x = with_layout_constraint(with_layout_constraint(x, ROW_MAJOR).T, ROW_MAJOR).T
+        dw = jnp.matmul(x.T, y, preferred_element_type=first.to.sums)
     scales = [a.scale.reshape(to) for a, to in ((first, (-1, 1)), (second, (1, -1))) if a.scale is not None]
     return _scaled(dw, *scales).reshape(*first.values.shape[2:], *second.values.shape[2:])
 

@@ -47,8 +47,9 @@ from jaxtyping import Int8 as Int8Array
 from shmap_tp.errors import UserError
 from shmap_tp.parallel.collective_matmul import RingStep, ring_reduce_scatter
 from shmap_tp.parallel.collectives import reduce_scatter
-from shmap_tp.parallel.eight_bit import EightBit, Rounded, rounded, sum_over_tokens
+from shmap_tp.parallel.eight_bit import EightBit, Rounded, sum_over_tokens
 from shmap_tp.parallel.mesh import DP, DP_RING, ring_permutation, token_axes
+from shmap_tp.parallel.rounding import rounded
 
 MIN_TOKENS_TO_OVERLAP = 16384
 """Below so many tokens per device a term of the ring waits for the sum it is added to (docs/performance-notes.md)."""

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from shmap_tp.config.choices import MatmulPrecision
+from shmap_tp.layers.linear import DECLARED, Kind, LinearProduct
 from shmap_tp.model.sharded_model import eight_bit_weights
 from shmap_tp.parallel import eight_bit
-from shmap_tp.parallel.eight_bit import FORMATS, in_eight_bits, rounded, select_format
+from shmap_tp.parallel.eight_bit import FORMATS, EightBit, in_eight_bits, rounded, select_format
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.plan.ledger import Operation
 from tests.helpers.assertions import by_path
@@ -53,6 +55,45 @@ def test_a_number_that_is_not_finite_is_not_hidden_by_rounding(precision, bad):
 def test_a_row_of_the_smallest_numbers_is_rounded_to_finite_ones(precision, largest):
     values, scale = rounded(jnp.full((1, 2), largest), (1,), FORMATS[precision].values)
     assert np.abs(values.astype(jnp.float32) * scale - largest).max() <= max(0.07 * largest, 1.2e-38)
+
+
+def on_one_device(function, *arrays):
+    """function(*arrays), under shard_map, as kernels are called."""
+    return jax.jit(jax.shard_map(function, mesh=mesh((1, 1)), in_specs=P(), out_specs=P()))(*arrays)
+
+
+@formats
+@pytest.mark.parametrize(("shape", "by_feature"), [((2, 1024, 128), True), ((1, 128, 2048), False)])
+def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_feature):
+    """In several parts, which share a scale."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=shape), jnp.bfloat16).at[:, :, 3].set(0)
+    factor = jnp.asarray(random.uniform(0.5, 2, (*shape[:2], 1) if by_feature else (1, 1, shape[2])), jnp.float32)
+    found, plain = (
+        on_one_device(lambda x, factor, to=to: jax.tree.leaves(to.round(x, factor, by_feature)), x, factor)
+        for to in (FORMATS[precision]._replace(kernel=True), FORMATS[precision])
+    )
+    for one, other in zip(found, plain, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype and (one == other).all()
+
+
+@pytest.mark.parametrize("kind", [Kind.column, Kind.row])
+def test_a_layer_computes_the_same_with_the_kernel(kind):
+    """Also where what it stores by features is the second operand of the sum over tokens."""
+    random = np.random.default_rng(0)
+    x, dy = (jnp.asarray(random.normal(size=(1, 128, n)), jnp.float32) for n in (256, 384))
+    w = jnp.asarray(random.normal(size=(384, 256) if kind == Kind.column else (256, 384)), jnp.float32)
+    inputs = DECLARED[kind][0].inputs
+
+    def gradients(to, x, w, dy):
+        values, scale = rounded(w, inputs, to.values)
+        product = LinearProduct(kind, (384,))
+        y, pull = jax.vjp(lambda x, w: EightBit(values, scale, w, to, inputs).multiply(product, x), x, w)
+        return y, pull(dy)
+
+    tries = [FORMATS[INT8]._replace(transposed=True, kernel=kernel) for kernel in (True, None)]
+    found, plain = (on_one_device(partial(gradients, to), x, w, dy) for to in tries)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, plain)
 
 
 # The gradients of a block

@@ -1,0 +1,114 @@
+"""Rounding to eight bits with one scale for the elements along a dim, and a kernel that does so in one pass.
+
+B batch, T time, F features; of one device.
+
+    x[B T F]  ~  values[B T F] * scale, [B T 1] of each token, or [1 1 F] of each feature
+
+XLA for TPU reads x once for the scales and once more to round it, and transposes what is rounded by feature in another
+pass.  The kernel reads a tile of whole rows, or of whole columns, and writes columns with T as the last dim of memory:
+products that sum over tokens are fast so (docs/performance-notes.md).  The plain version is `rounded`.
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from shmap_tp.parallel.collectives import without_vma_check
+
+TILE = 2**20
+"""Elements of a tile at most."""
+ROWS, COLUMNS = (256, 128, 64, 32), 128
+"""Rows of a tile, the first number that fits; columns of a tile."""
+PART = 1024
+"""Elements of a row or column that are in 32 bits at a time."""
+
+
+def rounded(
+    x: Float[Array, "..."], dims: tuple[int, ...], dtype: DTypeLike, axes: tuple[str, ...] = ()
+) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
+    """(values, scale), x ~ values x scale: one scale for all elements along `dims`, whose size in it is 1, so that the
+    largest becomes the largest number of `dtype`, unless the scale would be below the least normal one.  What is all 0
+    stays so; what is not finite has such a scale.
+
+    Communication  one maximum over `axes`, those which shard `dims` under shard_map.
+    """
+    largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
+    scale = scale_of(lax.pmax(largest, axes) if axes else largest, dtype)
+    return divided(x, scale, dtype).astype(dtype), scale
+
+
+def scale_of(largest: Array, dtype: DTypeLike) -> Array:
+    """The scale of elements of which this is the largest."""
+    largest = largest.astype(jnp.promote_types(largest.dtype, jnp.float32))
+    most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
+    scale = jnp.where(largest == 0, 1, largest) / most
+    return jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # else flushed to 0, so that finite / 0 is NaN in float8
+
+
+def divided(x: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """x / scale as numbers of `dtype`, or for float8 as those that are rounded to them, in 32 bits."""
+    scaled = x.astype(scale.dtype) / scale
+    return jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
+
+
+def suits(x: Array, by_feature: bool) -> bool:
+    """Whether the kernel rounds x."""
+    if x.ndim != 3:
+        return False
+    tokens, features = x.shape[0] * x.shape[1], x.shape[2]
+    is_whole = tokens % COLUMNS == 0 and features % COLUMNS == 0
+    return is_whole and (tokens if by_feature else features) * (COLUMNS if by_feature else ROWS[-1]) <= TILE
+
+
+def rounded_in_one_pass(
+    interpret: bool, x_BTF: Float[Array, "B T F"], factor: Array | None, by_feature: bool, dtype: DTypeLike
+) -> tuple[Shaped[Array, "B T F"], Float[Array, "..."]]:
+    """`rounded` of x * factor, in x's dtype: a scale for each feature, and a factor for each token; or the reverse.
+    Communication: none.  Not to be differentiated."""
+    x_NF = x_BTF.reshape(-1, x_BTF.shape[2])
+    (tokens, features), axis = x_NF.shape, 1 - by_feature  # the dim along which elements share a scale
+    length = x_NF.shape[axis]
+    size = COLUMNS if by_feature else next(n for n in ROWS if n * length <= TILE and tokens % n == 0)
+    part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
+
+    def kernel(x: Any, factor: Any, values: Any, scale: Any) -> None:
+        def product(start: int) -> Array:
+            at = tuple(pl.ds(start, part) if dim == axis else slice(None) for dim in (0, 1))
+            return (x[at].astype(jnp.float32) * factor[at]).astype(x.dtype)
+
+        starts = range(0, length, part)
+        largest = [jnp.max(jnp.abs(product(start)), axis=axis, keepdims=True) for start in starts]
+        scale[...] = scale_of(reduce(jnp.maximum, largest), dtype)
+        for start in starts:
+            found = divided(product(start), scale[...], dtype)
+            values[:, pl.ds(start, part)] = (found.T if by_feature else found).astype(dtype)
+
+    def along(shape: tuple[int, int], dim: int | None) -> pl.BlockSpec:
+        """Tiles of an array of this shape, one after the other along `dim`; with None the array."""
+        tile = tuple(size if dim == other else n for other, n in enumerate(shape))
+        return pl.BlockSpec(tile, lambda i: tuple(i * (dim == other) for other in (0, 1)))
+
+    of_tokens, of_features, stored = (tokens, 1), (1, features), x_NF.shape[:: -1 if by_feature else 1]
+    taken, given = (of_tokens, of_features) if by_feature else (of_features, of_tokens)
+    size_of_all = x_NF.size * (x_NF.itemsize + 1) + 4 * (features + COLUMNS * tokens)  # of [tokens 1] whole tiles
+    run = pl.pallas_call(
+        kernel,
+        grid=(x_NF.shape[by_feature] // size,),
+        in_specs=[along(x_NF.shape, int(by_feature)), along(taken, None)],
+        out_specs=[along(stored, 0), along(given, int(by_feature))],
+        out_shape=[jax.ShapeDtypeStruct(stored, dtype), jax.ShapeDtypeStruct(given, jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size_of_all),
+        interpret=interpret,
+    )
+    factor = jnp.ones(taken) if factor is None else factor.reshape(taken)
+    values, scale = without_vma_check(run, x_NF, factor)
+    values = values.T if by_feature else values
+    return values.reshape(x_BTF.shape), scale.reshape((1, 1, -1) if by_feature else (*x_BTF.shape[:2], 1))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def slower_first(number: int) -> tuple[int, int]:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.05 if number % 4 == 0 else 0.0)
     return number, os.getpid()
+
+
+def beside_another(directory: Path, number: int) -> tuple[int, int]:
+    """`slower_first`; items 0 and 1 end once both have begun, however late a process starts (at most a minute)."""
+    (directory / str(number)).touch()
+    end = time.monotonic() + 60
+    while number < 2 and len([*directory.iterdir()]) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    return slower_first(number)
 
 
 class Loaded:
@@ -46,10 +56,10 @@ def test_the_work_is_sent_to_each_process_once():
     assert [*in_order(Loaded(), range(12), 2)] == [(number, 1) for number in range(12)]
 
 
-def test_results_come_in_the_order_of_the_items_and_errors_at_their_place():
-    found = []
+def test_results_come_in_the_order_of_the_items_and_errors_at_their_place(tmp_path):
+    found, work = [], partial(beside_another, tmp_path)
     with pytest.raises(UserError, match=r"^13 is refused$"):
-        for number, process in in_order(slower_first, iter([*range(12), 13, *range(20, 30)]), 2):
+        for number, process in in_order(work, iter([*range(12), 13, *range(20, 30)]), 2):
             found.append((number, process))
     assert [number for number, _ in found] == [*range(12)]
     assert len({process for _, process in found} - {os.getpid()}) == 2

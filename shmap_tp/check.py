@@ -206,7 +206,7 @@ def _data_for_slices(data: DataConfig, config: Config) -> Found:
     streamed = replace(data, cache=None)
     _, meta, _ = batches.open_data(streamed, config.model, ())
     batches.check_pairs(meta, data, config.train)
-    batches.isolating_token(streamed, config.model)
+    batches.isolating_id(meta, data, config.model)
     if not meta.tokens or not meta.sha256 or meta.vocabulary is None:
         return "there; meta.json does not say which tokens, which are looked at when a run starts", None, meta
     _, meta, companions = batches.open_data(streamed, config.model, SPLITS)

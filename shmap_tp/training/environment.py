@@ -3,7 +3,6 @@
 The devices of a library call are emulated CPU devices, or the devices of this process or of all processes.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from shmap_tp.data.preparation import prepare_missing
 from shmap_tp.errors import UserError, shown
 from shmap_tp.hardware.devices import DEVICES
 from shmap_tp.parallel import mesh as meshes
+from shmap_tp.parallel.partitioning import shard_bytes
 from shmap_tp.runtime.console import print_on_process_0
 from shmap_tp.runtime.distributed import MAX_EMULATED_DEVICES, emulate_cpu_devices, joined_processes
 from shmap_tp.runtime.files import make_directory
@@ -166,10 +166,7 @@ def require_host_memory(shapes: Any, purpose: Purpose = TRAINING) -> None:
     if jax.devices()[0].platform != "cpu":
         return
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
-        for leaf in jax.tree.leaves(shapes)
-    )
+    needed = sum(shard_bytes(leaf) * len(leaf.sharding.addressable_devices) for leaf in jax.tree.leaves(shapes))
     if needed > there:
         raise UserError(
             f"{purpose.arrays} take {needed / 1e9:,.1f} GB on the emulated devices, but this machine has "

@@ -36,16 +36,15 @@ from shmap_tp.plan.flags import (
     Parser,
     add_mesh_flags,
     add_step_flags,
-    append_json,
-    command_line,
     config_from_flags,
     plannable,
+    save_row,
 )
 from shmap_tp.plan.generation import generation_command
 from shmap_tp.plan.ledger import Entry, Operation, comparison, format_bytes, table
 from shmap_tp.plan.plot import PlannedMemory, plot_step
 from shmap_tp.plan.predict import Prediction, format_memory, memory_by_kind, predict, step_communication, step_dtype
-from shmap_tp.plan.report import FORMULA, PREDICTED, ROW_INDENT, Row, format_row
+from shmap_tp.plan.report import FORMULA, PREDICTED, ROW_INDENT, format_row
 from shmap_tp.plan.search.command import search_command
 from shmap_tp.plan.search.output import token_count
 from shmap_tp.plan.targets import VERSION, VERSIONS, find_target
@@ -78,7 +77,7 @@ def step(arguments: argparse.Namespace) -> None:
     target = find_target(arguments.version, config.mesh.devices, arguments.topology, config.mesh.slices)
     print(f"compiling the step for {target} ...", flush=True)
     prediction = predict(config, target, record=arguments.plot is not None)
-    save_rows([prediction.row], arguments)
+    save_row(prediction.row, arguments)
     print(wrap_lines(format_row(prediction.row), ROW_INDENT))
     print(wrap_lines(FORMULA))
     print("\nMEMORY per device")
@@ -127,13 +126,6 @@ def print_compiled_collectives(config: Config, prediction: Prediction, traced: l
     print(wrap_lines(comparison([entry for entry in traced if entry.axis == DP_SLICE], others)))
     sums = sum(entry.total for entry in found if entry.operation == Operation.all_reduce)
     print(f"all-reduces over all of dp: {format_bytes(sums)}")
-
-
-def save_rows(rows: list[Row], arguments: argparse.Namespace) -> None:
-    """Append the rows to the file of --json, if it is given."""
-    for row in rows if arguments.json else []:
-        row.command = command_line()
-        append_json(row.to_json(), Path(arguments.json))
 
 
 # Flags

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shmap_tp.config.compose import CONF, load, quoted
 from shmap_tp.config.schema import Config
@@ -154,6 +154,13 @@ def _faults(arguments: argparse.Namespace) -> Iterator[str]:
 def command_line(script: str = "") -> str:
     """The command that this process runs, to be repeated; of the planner, or of a script of benchmarks/."""
     return shlex.join(["python", *([f"benchmarks/{script}"] if script else ["-m", "shmap_tp.plan"]), *sys.argv[1:]])
+
+
+def save_row(row: Any, arguments: argparse.Namespace) -> None:
+    """Append a row of a plan, and the command that made it, to the file of --json, if that is given."""
+    row.command = command_line()
+    if arguments.json:
+        append_json(row.to_json(), Path(arguments.json))
 
 
 def append_json(row: dict, file: Path) -> None:

@@ -35,7 +35,7 @@ from shmap_tp.model.transformer import Transformer
 from shmap_tp.parallel.mesh import MP, axis_sizes, make_mesh
 from shmap_tp.parallel.partitioning import named_shardings, shard_bytes, sharded_dim
 from shmap_tp.plan.compiled_communication import communication_in_hlo
-from shmap_tp.plan.flags import append_json, command_line, config_from_flags
+from shmap_tp.plan.flags import config_from_flags, save_row
 from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.ledger import Entry, communication_in_jaxpr, comparison, format_bytes, table, without_trivial_axes
 from shmap_tp.plan.predict import CACHE
@@ -323,9 +323,7 @@ def generation_command(arguments: argparse.Namespace) -> None:
     print(f"compiling prefill and decode for {target} ...", flush=True)
     dtype = HeldIn(arguments.dtype or HeldIn.bfloat16)
     prediction = predict_generation(config, target, requests, dtype)
-    prediction.row.command = command_line()
-    if arguments.json:
-        append_json(prediction.row.to_json(), Path(arguments.json))
+    save_row(prediction.row, arguments)
     print(wrap_lines(format_generation(prediction.row), ROW_INDENT))
     print_traced_and_compiled(config, prediction)
 

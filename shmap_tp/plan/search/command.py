@@ -14,7 +14,7 @@ from shmap_tp.config.schema import Config
 from shmap_tp.config.validate import resolve_auto
 from shmap_tp.config.yaml_files import as_installed
 from shmap_tp.errors import UserError, first_line, refuse_first
-from shmap_tp.plan.flags import append_json, check_flags, check_outputs, command_line, plannable
+from shmap_tp.plan.flags import check_flags, check_outputs, command_line, plannable, save_row
 from shmap_tp.plan.search.candidates import KEYS, PRECISION, Result, candidates, prune, sibling
 from shmap_tp.plan.search.compiling import ChildProcess, Search, jobs_at_a_time
 from shmap_tp.plan.search.output import (
@@ -345,6 +345,5 @@ def report_winner(task: Task, arguments: argparse.Namespace, winner: Result) -> 
 
 def save(one: Result, arguments: argparse.Namespace) -> None:
     """Append a compiled row to the file of --json as soon as it is there."""
-    if one.row is not None and arguments.json:
-        one.row.command = command_line()
-        append_json(one.row.to_json(), Path(arguments.json))
+    if one.row is not None:
+        save_row(one.row, arguments)

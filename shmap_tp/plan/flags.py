@@ -4,7 +4,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,7 +54,7 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
     """
     check_flags(arguments)
     if arguments.cfg:
-        return _config_from_file(arguments)
+        return resolve_auto(load(arguments.cfg, _settings(vars(arguments)) + arguments.overrides, derive_model))
     if arguments.dp is None or arguments.mp is None:
         raise UserError("give --dp and --mp, or --cfg FILE, which contains them")
     microbatches = arguments.microbatches or microbatches
@@ -63,20 +63,11 @@ def config_from_flags(arguments: argparse.Namespace, model: str, sequences: int,
         batch = arguments.dp * sequences * microbatches
     elif arguments.microbatches is None:
         microbatches = max(1, batch // max(1, arguments.dp * sequences))
-    settings = [
-        f"model={'pretrained' if vars(arguments).get('from_pretrained') else arguments.model or model}",
-        f"mesh.dp={arguments.dp}",
-        f"mesh.mp={arguments.mp}",
-        f"train.batch={batch}",
-        f"train.microbatches={microbatches}",
-        "mesh.tensor_parallel=sequence",
-        "mesh.zero=zero1",
-        "data.documents=joined",
-        f"mesh.slices={_slices(arguments)}",
-    ]
-    settings += [f"model.context={arguments.context}"] if arguments.context is not None else []
     directory = vars(arguments).get("from_pretrained")
+    named = {"model": "pretrained" if directory else arguments.model or model}
+    settings = _settings(vars(arguments) | named | {"batch": batch, "microbatches": microbatches})
     settings += [f"model.from_pretrained={quoted(directory)}"] if directory else []
+    settings += ["mesh.tensor_parallel=sequence", "mesh.zero=zero1", "data.documents=joined"]
     return resolve_auto(load(str(CONF / "base.yaml"), settings + arguments.overrides, derive_model))
 
 
@@ -95,18 +86,11 @@ def plannable(config: Config) -> Config:
     return config
 
 
-def _config_from_file(arguments: argparse.Namespace) -> Config:
-    """The file of --cfg with the flags that are given applied."""
-    flags = vars(arguments)
+def _settings(flags: Mapping[str, Any]) -> list[str]:
+    """The flags that are given, by name, as overrides of a configuration."""
     keys = {"model": "model", DP: "mesh.dp", MP: "mesh.mp", "batch": "train.batch", "context": "model.context"}
     keys |= {"microbatches": "train.microbatches", "slices": "mesh.slices"}
-    given = [f"{key}={flags[flag]}" for flag, key in keys.items() if flags.get(flag) is not None]
-    return resolve_auto(load(arguments.cfg, given + arguments.overrides, derive_model))
-
-
-def _slices(arguments: argparse.Namespace) -> int:
-    given = vars(arguments).get("slices")
-    return 1 if given is None else given
+    return [f"{key}={flags[flag]}" for flag, key in keys.items() if flags.get(flag) is not None]
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
@@ -139,14 +123,12 @@ def check_flags(arguments: argparse.Namespace) -> None:
 
 def _faults(arguments: argparse.Namespace) -> Iterator[str]:
     given = vars(arguments)
-    for name in (DP, MP, "batch", "context", "microbatches", "steps"):
+    for name in (DP, MP, "batch", "context", "microbatches", "steps", "slices"):
         if given.get(name) is not None and given[name] < 1:
             yield f"--{name} {given[name]} is too small; it must be 1 or more"
     if given.get("emulate") and (given.get("topology") is not None or given.get("slices") is not None):
         yield "--topology and --slices apply to TPUs only; omit them, or omit --emulate to predict"
-    slices = _slices(arguments)
-    if slices < 1:
-        yield f"--slices {slices} is too small; it must be 1 or more"
+    slices = given.get("slices") or 1
     if given.get(DP) is not None and given[DP] % slices:
         yield f"--slices {slices} does not divide --dp {given[DP]}: mp must lie within one slice; choose a divisor"
 

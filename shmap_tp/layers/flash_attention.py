@@ -50,7 +50,7 @@ MOST_KEYS = 4096
 """Positions in the largest block of keys of a backward kernel, for heads of up to 128: with its sums in float32 it
 takes 20 MiB of vector memory, which v5e and later allow (`SCOPED_VMEM_KIB` of hardware/xla_options.py)."""
 ADDED_AT_ONCE = 8
-"""Partial dq that XLA for TPU adds in one operation.  For more of them blocks of keys have 1024 positions."""
+"""Partial dq that XLA for TPU adds in one operation.  Blocks of keys have 1024 positions where there would be more."""
 MAX_PARTIAL_DQ = 32
 """Two backward kernels are used where there would be more of them, each as large as q."""
 

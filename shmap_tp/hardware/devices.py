@@ -84,6 +84,8 @@ class Generation:
     """Source of `link_rate` and `wraps_at`."""
     host_rate: float = 1.6e10
     """Bytes/s between a chip and its host's memory, in each direction.  BOOK: 1.6e10 for most TPUs, 3.2e10 for v6e."""
+    multiplier: int = 128
+    """Side of a matrix unit.  CLOUD: 256 x 256 for v6e and TPU7x."""
 
     def wraps(self, side: int) -> bool:
         """Whether a side of `side` chips wraps around, so that its last chip is linked to its first."""
@@ -143,9 +145,19 @@ GENERATIONS = {
         (2, 2),
         "CLOUD, 4 x 200 GB/s both ways; the pod is 16 x 16",
         3.2e10,
+        256,
     ),
     "tpu7x": Generation(
-        "TPU7x", "tpu7x", 2, 3, 1e11, 4, (16, 16, 16), (2, 2, 1), "CLOUD, 1200 GB/s of 6 links both ways, as v4"
+        "TPU7x",
+        "tpu7x",
+        2,
+        3,
+        1e11,
+        4,
+        (16, 16, 16),
+        (2, 2, 1),
+        "CLOUD, 1200 GB/s of 6 links both ways, as v4",
+        multiplier=256,
     ),
 }
 """TPU versions by the name that `--version` takes."""

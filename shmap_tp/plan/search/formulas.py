@@ -31,7 +31,15 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from shmap_tp.config.activation_names import SAVED_BY_REMAT
-from shmap_tp.config.choices import AttentionKernel, Block, Documents, Remat, SavedActivation, TensorParallelMode
+from shmap_tp.config.choices import (
+    AttentionKernel,
+    Block,
+    Documents,
+    PositionKind,
+    Remat,
+    SavedActivation,
+    TensorParallelMode,
+)
 from shmap_tp.config.schema import Config, MeshConfig, ModelConfig
 from shmap_tp.config.validate import GATED_MLPS
 from shmap_tp.config.values import padded_vocabulary
@@ -39,6 +47,8 @@ from shmap_tp.hardware.devices import DEVICES, generation
 from shmap_tp.layers.attention_selection import kernel_name, select_attention
 from shmap_tp.layers.experts import rows_of_a_token
 from shmap_tp.layers.grouped_matmul import contracted_tile, row_tile
+from shmap_tp.layers.head_kernels import Heads
+from shmap_tp.layers.positions import make_rotation
 from shmap_tp.model.flops import flops_per_token, forward_terms, recomputed_terms
 from shmap_tp.model.transformer import layer_options
 from shmap_tp.parallel.fsdp import Fsdp
@@ -218,6 +228,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[LocalParameter], 
         "matmuls": matmuls,
         "kernel": 0.0 if is_chunked else attention,
         "chunked": 2 * attention if is_chunked else 0.0,
+        "heads": 0.0 if is_chunked else head_flops(model, config.mesh.cp, device.kind) * share,
         "scores": score_bytes / device.memory_rate,
         "activations": activations / device.memory_rate,
         "weights": microbatches * 3 * NARROW * sum(p.values * p.layers for p in every) / device.memory_rate,
@@ -238,6 +249,18 @@ def _attention_flops(model: ModelConfig) -> int | float:
     """Scores and values per token, forward, backward and recomputed, under the causal mask."""
     forward, again = forward_terms(model), recomputed_terms(model)
     return sum(3 * forward[name] + again[name] for name in ("scores", "values"))
+
+
+def head_flops(model: ModelConfig, cp: int, kind: str) -> int:
+    """FLOPs per token of the projections of attention, where kernels bring heads to it that would fill part of a
+    multiplier of devices of `kind` (layers/head_kernels.py)."""
+    made = generation(kind)
+    rotates = model.positions == PositionKind.rotary and Heads(model.head_dim, make_rotation(model)).is_suited
+    if made is None or made.multiplier <= model.head_dim or cp > 1 or not rotates:
+        return 0
+    passes = 3 + (SavedActivation.query_key_value not in SAVED_BY_REMAT[model.remat])
+    features = 2 * (model.heads + model.kv_heads) * model.head_dim
+    return 2 * passes * features * model.width * model.layers
 
 
 ROUNDING = 1.3
@@ -290,13 +313,15 @@ def _expert_flops(model: ModelConfig) -> int:
 
 # The constants.  On models that were left out of the fit the time is off by 5 % in the median and 35 % at most, the
 # memory by 2 % in the median (0.86 to 1.13 times the compiled peak).  A constant is no efficiency: terms that grow
-# together share what they explain.  `host_excess` is waiting that no compiled step of the fit has, so its constant is 1
-# by assumption.
+# together share what they explain.  Three are not fitted (docs/performance-notes.d/planning.md): `host`, copies between
+# layouts and waiting for the host, and `heads`, what the kernels save, are from pairs of compiled steps; `host_excess`
+# is waiting that no compiled step of the fit has, so its constant is 1 by assumption.
 
 TIME = {
     "matmuls": 0.903,
     "kernel": 3.77,
     "chunked": 1.28,
+    "heads": -0.5,
     "scores": 12.0,
     "activations": 6.54,
     "weights": 0.0,
@@ -307,7 +332,7 @@ TIME = {
     "scatters": 1.74,
     "once": 0.767,
     "overlapped": 0.282,
-    "host": 0.0175,
+    "host": 0.3,
     "host_excess": 1.0,
 }
 """By term of `formulas.time_terms`."""

@@ -22,7 +22,8 @@ for every node.
 
 Instructions:
 
-    matmuls (cuBLAS)      2 M N K / (GEMM_EFFICIENCY x peak), rounded up to whole waves of tiles; at least its bytes
+    matmuls (cuBLAS)      2 M N K / (GEMM_EFFICIENCY x peak of the operands' dtype), rounded up to whole waves of tiles;
+                          at least its bytes
     attention (cuDNN)     FLOPs of the causal half / (ATTENTION_EFFICIENCY x peak)
     all else              bytes read and written / (MEMORY_EFFICIENCY x memory bandwidth)
 
@@ -277,7 +278,7 @@ class GpuLinks:
 
 GEMM_EFFICIENCY = 0.79
 """Fraction of the peak, in full waves: XLA's table for H100 has 176 us for a bfloat16 product of 4096 cubed, which is
-780 TFLOP/s."""
+780 TFLOP/s.  The same is assumed of eight bits."""
 TILE = (128, 256)
 """Rows and columns of a matmul that a multiprocessor computes at a time: cuBLAS's largest tile for bfloat16."""
 MAX_WAVES = 8
@@ -342,14 +343,15 @@ def gemm_seconds(instruction: Instruction, computation: Computation, gpu: Gpu) -
     waves = math.ceil(tiles / gpu.cores)
     flops_of_wave = 2 * gpu.cores * TILE[0] * TILE[1] * inner
     whole = 2 * batch * rows * columns * inner
-    is_wide = computation.instructions[instruction.operands[0]].shape.startswith("f32")
-    peak = GEMM_EFFICIENCY * gpu.device.flops * (0.5 if is_wide else 1)  # TF32 has half the rate of bfloat16
+    dtype, eight_bit = _array(computation, instruction.operands[0])[0], gpu.device.eight_bit
+    peaks = {"f32": gpu.device.flops / 2, "s8": eight_bit.get("int8"), "f8e4m3fn": eight_bit.get("fp8")}  # f32: TF32
+    peak = GEMM_EFFICIENCY * peaks.get(dtype, gpu.device.flops)
     return max(whole, waves * flops_of_wave if waves <= MAX_WAVES else whole) / peak
 
 
 def gemm_sizes(instruction: Instruction, computation: Computation) -> tuple[int, int, int, int]:
     """(batch, rows, columns, summed dim) of a matmul.  Raises ValueError where its dims cannot be read."""
-    left, right = (_dims(computation.instructions[name].shape) for name in instruction.operands[:2])
+    left, right = (_array(computation, name)[1] for name in instruction.operands[:2])
     stated = re.findall(r'"((?:lhs|rhs)_(?:contracting|batch)_dimensions)":\[([^\]]*)\]', instruction.attributes)
     found = {name: [int(n) for n in re.findall(r"\d+", values)] for name, values in stated}
     if "lhs_contracting_dimensions" not in found:
@@ -366,10 +368,11 @@ def attention_flops(instruction: Instruction, computation: Computation, kind: st
     scores = re.search(r'"intermediate_tensor_shape": ?{.*?"dimensions": ?\[([^\]]*)\]', instruction.attributes)
     if scores is None or not re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes):
         raise ValueError(f"{instruction.name}: the shapes of causal attention cannot be read")
-    head_dim = _dims(computation.instructions[instruction.operands[0]].shape)[-1]
+    head_dim = _array(computation, instruction.operands[0])[1][-1]
     return ATTENTION_MATMULS[kind] * math.prod(int(n) for n in re.findall(r"\d+", scores[1])) * head_dim
 
 
-def _dims(shape: str) -> list[int]:
-    (found, *_) = ARRAY.findall(shape)
-    return [int(n) for n in found[2].split(",") if n]
+def _array(computation: Computation, name: str) -> tuple[str, list[int]]:
+    """(dtype, dims) of an operand."""
+    dtype, _, dims = ARRAY.findall(computation.instructions[name].shape)[0]
+    return dtype, [int(n) for n in dims.split(",") if n]

@@ -90,7 +90,8 @@ def table(entries: Iterable[Entry], total: str = "per step") -> str:
 
 NO_FAULT = (
     "no fault where the compiler gathers once what is used twice, adds scalars up before it reduces them, sends an "
-    "all-reduce in place of a reduce-scatter or of an all-gather, or shifts padded shards by ppermutes"
+    "all-reduce in place of a reduce-scatter, of an all-gather or of two over one axis each, or shifts padded shards "
+    "by ppermutes"
 )
 
 

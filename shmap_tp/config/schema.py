@@ -107,7 +107,8 @@ class ModelConfig:
     experts_per_token: int = key(below=2**16)
     """How many experts compute each token, those with the highest scores."""
     expert_capacity: float | None = key(needs="model.experts")
-    """For mesh.ep: the rows that a device can send to one other, times those of even load; null: none is dropped."""
+    """For mesh.ep: how many rows a device can send to one other, as a multiple of even load; others are dropped.
+    null: all are sent."""
     router_scores: choices.RouterScores
     """Scores of the experts, from a token times the router's weight: softmax over all, or sigmoid of each."""
     router_normalize: bool

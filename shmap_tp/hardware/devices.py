@@ -13,6 +13,7 @@ NVIDIA  data sheets
 TPU slices have the names under which Cloud TPU rents them, such as v3-32 or v5litepod-16 (`find_slices`).
 """
 
+import math
 import os
 import re
 import time
@@ -86,6 +87,9 @@ class Generation:
     """Bytes/s between a chip and its host's memory, in each direction.  BOOK: 1.6e10 for most TPUs, 3.2e10 for v6e."""
     multiplier: int = 128
     """Side of a matrix unit.  CLOUD: 256 x 256 for v6e and TPU7x."""
+    one_host: int = 4
+    """Chips of the largest slice that has a single host, which may be more than the hosts of larger slices have
+    (CLOUD)."""
 
     def wraps(self, side: int) -> bool:
         """Whether a side of `side` chips wraps around, so that its last chip is linked to its first."""
@@ -131,35 +135,19 @@ GENERATIONS = {
         "TPU v4", "v4", 1, 3, 4.5e10, 4, (16, 16, 16), (2, 2, 1), "CLOUD, cubes of 4 joined by optical switches"
     ),
     "v5e": Generation(
-        "TPU v5 lite", "v5e", 1, 2, 4.5e10, 16, (16, 16), (2, 2), "CLOUD, 4 x 100 GB/s both ways; the pod is 16 x 16"
+        "TPU v5 lite", "v5e", 1, 2, 4.5e10, 16, (16, 16), (2, 2), "CLOUD, 4 x 100 GB/s both ways; the pod is 16 x 16",
+        one_host=8,
     ),
     "v5p": Generation("TPU v5", "v5", 1, 3, 9e10, 4, (16, 16, 24), (2, 2, 1), "CLOUD, 4800 Gbit/s of 6 links, as v4"),
     "v6e": Generation(
-        "TPU v6 lite",
-        "v6e",
-        1,
-        2,
-        9e10,
-        16,
-        (16, 16),
-        (2, 2),
-        "CLOUD, 4 x 200 GB/s both ways; the pod is 16 x 16",
-        3.2e10,
-        256,
+        "TPU v6 lite", "v6e", 1, 2, 9e10, 16, (16, 16), (2, 2), "CLOUD, 4 x 200 GB/s both ways; the pod is 16 x 16",
+        host_rate=3.2e10, multiplier=256, one_host=8,
     ),
     "tpu7x": Generation(
-        "TPU7x",
-        "tpu7x",
-        2,
-        3,
-        1e11,
-        4,
-        (16, 16, 16),
-        (2, 2, 1),
-        "CLOUD, 1200 GB/s of 6 links both ways, as v4",
+        "TPU7x", "tpu7x", 2, 3, 1e11, 4, (16, 16, 16), (2, 2, 1), "CLOUD, 1200 GB/s of 6 links both ways, as v4",
         multiplier=256,
     ),
-}
+}  # fmt: skip
 """TPU versions by the name that `--version` takes."""
 
 
@@ -217,16 +205,13 @@ def matmul_rate(size: int = 2048, repeats: int = 5) -> float:
 
 
 # TPU slices by the names under which they are rented.  The number in a name counts cores for v2, v3, v4 and v5p, and
-# chips for v5litepod and v6e.  A host has four chips; the slices of eight chips of v5litepod and v6e are one host.
+# chips for v5litepod and v6e.
 # Source: https://cloud.google.com/tpu/docs/v5e and the pages of the other versions.
 
 VERSIONS = {"v2": "v2", "v3": "v3", "v4": "v4", "v5litepod": "v5e", "v5p": "v5p", "v6e": "v6e"}
 """Keys of GENERATIONS by the first part of a name."""
 _CORES_ON_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
 """Cores of a chip, for the versions whose names count cores."""
-_CHIPS_ON_HOST = 4
-_LARGEST_HOST = {"v5litepod": 8, "v6e": 8}
-"""Chips of a slice that is one host with more than _CHIPS_ON_HOST of them."""
 
 
 @dataclass(frozen=True)
@@ -255,13 +240,14 @@ def find_slices(name: str) -> RentedSlices:
             f"{', '.join(f'{version}-N' for version in VERSIONS)}, such as v3-32, or 2xv5litepod-256 for two slices"
         )
     slices, version, size = int(found[1] or 1), found[2], int(found[3])
+    figures = GENERATIONS[VERSIONS[version]]
     chips, rest = divmod(size, _CORES_ON_CHIP.get(version, 1))
-    hosts = 1 if chips <= _LARGEST_HOST.get(version, _CHIPS_ON_HOST) else chips // _CHIPS_ON_HOST
-    if rest or (hosts > 1 and chips % _CHIPS_ON_HOST):
+    hosts, rest_of_host = (1, 0) if chips <= figures.one_host else divmod(chips, math.prod(figures.host))
+    if rest or rest_of_host:
         raise UserError(f"{version}-{size}: no such slice; see https://cloud.google.com/tpu/docs/regions-zones")
     if slices > 1 and version in ("v2", "v3"):
         raise UserError(f"{name}: slices of {version} cannot be combined; use one, or several of v4 or later")
-    devices = chips * GENERATIONS[VERSIONS[version]].cores
+    devices = chips * figures.cores
     return RentedSlices(f"{version}-{size}", slices, slices * devices, slices * hosts)
 
 

@@ -73,9 +73,6 @@ TPU_HOST_MEMORY = 48e9
 """Bytes of host memory per chip that may be used: those of a v5e host, 192 GB for four chips (CLOUD); others have
 more."""
 
-CHIPS_OF_ONE_HOST = {"v5e": 8, "v6e": 8}
-"""Chips of the largest slice with a single host, where that has more than the hosts of larger slices (CLOUD)."""
-
 
 @dataclass(frozen=True, eq=False)
 class PlannedDevice:
@@ -135,8 +132,8 @@ def machine_of(target: Target) -> Machine:
         return Machine(kind, target.devices, 1, target.devices, target.nodes, memory, 0.0, HOST_RATE)
     generation = target.generation
     chips = math.prod(target.sides) * target.slices
-    one_host = chips // target.slices <= CHIPS_OF_ONE_HOST.get(target.version, 0)
-    hosts = target.slices if one_host else max(1, chips // math.prod(generation.host))
+    one_host = chips // target.slices <= generation.one_host
+    hosts = target.slices if one_host else chips // math.prod(generation.host)
     host_memory = TPU_HOST_MEMORY / generation.cores if generation.has_kernels else 0.0
     return Machine(
         generation.kind, target.devices, target.slices, chips, hosts,

@@ -136,12 +136,15 @@ class Linear(eqx.Module):
             product = LinearProduct(self.kind, self.outputs, self.is_flat)
             weight = self.of_this_device(self.weight)
             if self.adapter is None:
-                return _multiply(product, x, weight)
+                return self._heads_of(_multiply(product, x, weight))
             if isinstance(weight, Int8 | EightBit) or x.ndim > 3 or self.kind == Kind.heads:
-                return _multiply(product, x, weight) + self.adapter(x)
+                return self._heads_of(_multiply(product, x, weight)) + self.adapter(x)
             a, b = self.adapter.a, self.adapter.b
             factors = self.adapter.scale * a.of_this_device(a.weight), b.of_this_device(b.weight)
-            return product_with_adapter(product, int(self.kind == Kind.column), x, weight, *factors)
+            return self._heads_of(product_with_adapter(product, int(self.kind == Kind.column), x, weight, *factors))
+
+    def _heads_of(self, y: Float[Array, "B T *F"]) -> Float[Array, "B T *outputs"]:
+        return y.reshape(*y.shape[:2], -1, self.outputs[1]) if self.is_flat else y
 
     def add_bias(self, y: Float[Array, "B _ *F"]) -> Float[Array, "B _ *F"]:
         """y + b, or y where there is none.  Communication: none."""
@@ -227,6 +230,7 @@ class LinearProduct:
     kind: Kind
     outputs: tuple[int, ...]
     is_flat: bool = False
+    """Whether heads are one dim of features in what it gives and in its gradient."""
 
     def __call__(
         self, x: Num[Array, "B T *D"], w: Num[Array, "..."], into: DTypeLike | None = None
@@ -236,7 +240,7 @@ class LinearProduct:
             return matmul(x, w.T, into)
         if self.is_flat:
             w_DF = w.T if self.kind == Kind.column else row_major(w.reshape(len(w), -1))
-            return matmul(x, w_DF, into).reshape(*x.shape[:2], -1, self.outputs[1])
+            return matmul(x, w_DF, into)
         if self.kind == Kind.column:
             return einsum("btd,hkd->bthk", x, w.astype(x.dtype).reshape(-1, self.outputs[1], x.shape[2]))
         if self.kind == Kind.heads:
@@ -249,6 +253,8 @@ class LinearProduct:
         self, dy: Num[Array, "B T *F"], w: Num[Array, "..."], inputs: tuple[int, ...], into: DTypeLike | None = None
     ) -> Num[Array, "B T *D"]:
         """dy @ w', of shape [B T *inputs]: the product of the layer whose outputs are the inputs of this one."""
+        if self.kind == Kind.heads and self.is_flat:
+            return matmul(dy, row_major(w.reshape(len(w), -1)).T, into)
         if self.kind == Kind.heads:
             return jnp.einsum("bthk,dhk->btd", dy, w, preferred_element_type=into)
         mirrored = Kind.row if self.kind == Kind.column else Kind.column

@@ -77,19 +77,19 @@ def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_fe
         assert one.shape == other.shape and one.dtype == other.dtype and (one == other).all()
 
 
-@pytest.mark.parametrize("kind", [Kind.column, Kind.row])
+@pytest.mark.parametrize("kind", [Kind.column, Kind.row, Kind.heads])
 def test_a_layer_computes_the_same_with_the_kernel(kind):
-    """Also where what it stores by features is the second operand of the sum over tokens."""
+    """Also where what it stores by features is the second operand of the sum over tokens, and heads are one dim."""
     random = np.random.default_rng(0)
     x, dy = (jnp.asarray(random.normal(size=(1, 128, n)), jnp.float32) for n in (256, 384))
-    w = jnp.asarray(random.normal(size=(384, 256) if kind == Kind.column else (256, 384)), jnp.float32)
-    inputs = DECLARED[kind][0].inputs
+    stored = {Kind.column: (384, 256), Kind.row: (256, 384), Kind.heads: (256, 3, 128)}[kind]
+    w, inputs = jnp.asarray(random.normal(size=stored), jnp.float32), DECLARED[kind][0].inputs
 
     def gradients(to, x, w, dy):
         values, scale = rounded(w, inputs, to.values)
-        product = LinearProduct(kind, (384,))
+        product = LinearProduct(kind, stored[1:] if kind == Kind.heads else (384,), is_flat=to.kernel is not None)
         y, pull = jax.vjp(lambda x, w: EightBit(values, scale, w, to, inputs).multiply(product, x), x, w)
-        return y, pull(dy)
+        return y.reshape(dy.shape), pull(dy.reshape(y.shape))
 
     tries = [FORMATS[INT8]._replace(transposed=True, kernel=kernel) for kernel in (True, None)]
     found, plain = (on_one_device(partial(gradients, to), x, w, dy) for to in tries)

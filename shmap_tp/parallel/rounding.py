@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Shaped
 from shmap_tp.parallel.collectives import without_vma_check
 
 TILE = 2**20
-"""Elements of a tile at most."""
+"""Elements of a tile, up to twice as many where the rows are long."""
 ROWS, COLUMNS = (256, 128, 64, 32), 128
 """Rows of a tile, the first number that fits; columns of a tile."""
 PART = 1024
@@ -64,7 +64,7 @@ def suits(x: Array, by_feature: bool) -> bool:
         return False
     tokens, features = x.shape[0] * x.shape[1], x.shape[2]
     is_whole = tokens % COLUMNS == 0 and features % COLUMNS == 0
-    return is_whole and (tokens if by_feature else features) * (COLUMNS if by_feature else ROWS[-1]) <= TILE
+    return is_whole and (tokens * COLUMNS <= TILE if by_feature else features * ROWS[-1] <= 2 * TILE)
 
 
 def rounded_in_one_pass(
@@ -75,7 +75,7 @@ def rounded_in_one_pass(
     x_NF = x_BTF.reshape(-1, x_BTF.shape[2])
     (tokens, features), axis = x_NF.shape, 1 - by_feature  # the dim along which elements share a scale
     length = x_NF.shape[axis]
-    size = COLUMNS if by_feature else next(n for n in ROWS if n * length <= TILE and tokens % n == 0)
+    size = COLUMNS if by_feature else next((n for n in ROWS if n * length <= TILE and tokens % n == 0), ROWS[-1])
     part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
 
     def kernel(x: Any, factor: Any, values: Any, scale: Any) -> None:

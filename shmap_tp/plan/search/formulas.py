@@ -273,8 +273,7 @@ find scales, to round and to transpose: that of the compiled step of conf/recipe
 VALUES_OF_A_ROW = 2.9, 4.6
 """How often each value of a row counts among the activations of a layer, where rows stay on their device and where they
 are sent to others: with the constant of `TIME` for activations 19 and 30 passes over memory, those of the compiled
-layer (docs/performance-notes.d/layers.md), and five gathers more where rows are sent, of which no step was compiled
-since rows move by gathers."""
+layer (docs/performance-notes.d/layers.md), and five gathers more where rows are sent."""
 
 
 def row_values(model: ModelConfig, mesh: MeshConfig) -> float:

@@ -61,7 +61,7 @@ class Format(NamedTuple):
     ) -> "Rounded":
         """x * factor, in x's dtype, with a scale for each token, or for each feature."""
         if self.kernel is not None and suits(x, by_feature):
-            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, self.values)
+            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, self.transposed, self.values)
             return Rounded(*found, self._replace(transposed=self.transposed and not by_feature))
         x = x if factor is None else _scaled(x, factor).astype(x.dtype)
         return Rounded(*rounded(x, (0, 1) if by_feature else _features(x), self.values), self)

@@ -5,8 +5,8 @@ B batch, T time, F features; of one device.
     x[B T F]  ~  values[B T F] * scale, [B T 1] of each token, or [1 1 F] of each feature
 
 XLA for TPU reads x once for the scales and once more to round it, and transposes what is rounded by feature in another
-pass.  The kernel reads a tile of whole rows, or of whole columns, and writes columns with T as the last dim of memory:
-products that sum over tokens are fast so (docs/performance-notes.md).  The plain version is `rounded`.
+pass.  The kernel reads a tile of whole rows, or of whole columns, and can write columns with T as the last dim of
+memory: v5e and v5p sum over tokens faster so (docs/performance-notes.md).  The plain version is `rounded`.
 """
 
 from functools import reduce
@@ -68,41 +68,49 @@ def suits(x: Array, by_feature: bool) -> bool:
 
 
 def rounded_in_one_pass(
-    interpret: bool, x_BTF: Float[Array, "B T F"], factor: Array | None, by_feature: bool, dtype: DTypeLike
+    interpret: bool,
+    x_BTF: Float[Array, "B T F"],
+    factor: Array | None,
+    by_feature: bool,
+    transposes: bool,
+    dtype: DTypeLike,
 ) -> tuple[Shaped[Array, "B T F"], Float[Array, "..."]]:
     """`rounded` of x * factor, in x's dtype: a scale for each feature, and a factor for each token; or the reverse.
+    `transposes`: those with a scale for each feature are stored with T as the last dim.
+
     Communication: none.  Not to be differentiated."""
     x_NF = x_BTF.reshape(-1, x_BTF.shape[2])
     (tokens, features), axis = x_NF.shape, 1 - by_feature  # the dim along which elements share a scale
     length = x_NF.shape[axis]
     size = COLUMNS if by_feature else next((n for n in ROWS if n * length <= TILE and tokens % n == 0), ROWS[-1])
     part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
+    order = -1 if by_feature and transposes else 1
 
     def kernel(x: Any, factor: Any, values: Any, scale: Any) -> None:
-        def product(start: int) -> Array:
-            at = tuple(pl.ds(start, part) if dim == axis else slice(None) for dim in (0, 1))
+        def product(at: tuple) -> Array:
             return (x[at].astype(jnp.float32) * factor[at]).astype(x.dtype)
 
-        starts = range(0, length, part)
-        largest = [jnp.max(jnp.abs(product(start)), axis=axis, keepdims=True) for start in starts]
+        slices = [pl.ds(start, part) for start in range(0, length, part)]
+        parts = [(each, slice(None)) if by_feature else (slice(None), each) for each in slices]
+        largest = [jnp.max(jnp.abs(product(at)), axis=axis, keepdims=True) for at in parts]
         scale[...] = scale_of(reduce(jnp.maximum, largest), dtype)
-        for start in starts:
-            found = divided(product(start), scale[...], dtype)
-            values[:, pl.ds(start, part)] = (found.T if by_feature else found).astype(dtype)
+        for at in parts:
+            found = divided(product(at), scale[...], dtype)
+            values[at[::order]] = (found.T if order < 0 else found).astype(dtype)
 
     def along(shape: tuple[int, int], dim: int | None) -> pl.BlockSpec:
         """Tiles of an array of this shape, one after the other along `dim`; with None the array."""
         tile = tuple(size if dim == other else n for other, n in enumerate(shape))
         return pl.BlockSpec(tile, lambda i: tuple(i * (dim == other) for other in (0, 1)))
 
-    of_tokens, of_features, stored = (tokens, 1), (1, features), x_NF.shape[:: -1 if by_feature else 1]
+    of_tokens, of_features, stored = (tokens, 1), (1, features), x_NF.shape[::order]
     taken, given = (of_tokens, of_features) if by_feature else (of_features, of_tokens)
     size_of_all = x_NF.size * (x_NF.itemsize + 1) + 4 * (features + COLUMNS * tokens)  # of [tokens 1] whole tiles
     run = pl.pallas_call(
         kernel,
         grid=(x_NF.shape[by_feature] // size,),
         in_specs=[along(x_NF.shape, int(by_feature)), along(taken, None)],
-        out_specs=[along(stored, 0), along(given, int(by_feature))],
+        out_specs=[along(stored, int(by_feature) if order > 0 else 0), along(given, int(by_feature))],
         out_shape=[jax.ShapeDtypeStruct(stored, dtype), jax.ShapeDtypeStruct(given, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size_of_all),
@@ -110,5 +118,5 @@ def rounded_in_one_pass(
     )
     factor = jnp.ones(taken) if factor is None else factor.reshape(taken)
     values, scale = without_vma_check(run, x_NF, factor)
-    values = values.T if by_feature else values
+    values = values.T if order < 0 else values
     return values.reshape(x_BTF.shape), scale.reshape((1, 1, -1) if by_feature else (*x_BTF.shape[:2], 1))

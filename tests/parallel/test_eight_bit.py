@@ -63,15 +63,18 @@ def on_one_device(function, *arrays):
 
 
 @formats
-@pytest.mark.parametrize(("shape", "by_feature"), [((2, 1024, 128), True), ((1, 128, 2048), False)])
-def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_feature):
+@pytest.mark.parametrize(
+    ("shape", "by_feature", "transposed"),
+    [((2, 1024, 128), True, True), ((2, 1024, 128), True, False), ((1, 128, 2048), False, True)],
+)
+def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_feature, transposed):
     """In several parts, which share a scale."""
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=shape), jnp.bfloat16).at[:, :, 3].set(0)
     factor = jnp.asarray(random.uniform(0.5, 2, (*shape[:2], 1) if by_feature else (1, 1, shape[2])), jnp.float32)
     found, plain = (
         on_one_device(lambda x, factor, to=to: jax.tree.leaves(to.round(x, factor, by_feature)), x, factor)
-        for to in (FORMATS[precision]._replace(kernel=True), FORMATS[precision])
+        for to in (FORMATS[precision]._replace(kernel=True, transposed=transposed), FORMATS[precision])
     )
     for one, other in zip(found, plain, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype and (one == other).all()

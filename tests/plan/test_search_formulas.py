@@ -161,10 +161,10 @@ def test_a_window_that_ends_in_the_chunk_before_needs_the_keys_of_one_more_part_
 
 
 def test_products_of_blocks_in_eight_bits_take_the_share_of_the_compiled_steps():
-    """The compiled step of 8B on four v5p takes 0.862 of that in bfloat16."""
+    """The compiled step of 8B on four v5p takes 0.782 of that in bfloat16."""
     cfg, target = str(CONF / "recipes" / "llama3_8b_v5p-8.yaml"), find_target("v5p", 4, None, 1)
     plain, rounded = (estimate(load(cfg, [f"train.matmul_precision={one}"]), target) for one in ("bfloat16", "int8"))
-    assert rounded.seconds / plain.seconds == pytest.approx(0.862, rel=0.03)
+    assert rounded.seconds / plain.seconds == pytest.approx(0.782, rel=0.03)
     assert rounded.time_terms["matmuls"] < 0.6 * plain.time_terms["matmuls"]
     assert rounded.time_terms["kernel"] == plain.time_terms["kernel"]
 

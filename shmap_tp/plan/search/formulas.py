@@ -264,9 +264,9 @@ def head_flops(model: ModelConfig, cp: int, kind: str) -> int:
     return 2 * passes * features * model.width * model.layers * (3 if model.qk_norm else 1)
 
 
-ROUNDING = 1.3
-"""How many times as long as in bfloat16 activations are read and written besides, where products are in eight bits, to
-find scales, to round and to transpose: that of the compiled step of conf/recipes/llama3_8b_int8_v5p-8.yaml."""
+ROUNDING = 0.3
+"""The time that rounding to eight bits takes, beside that of the other passes over activations.  As shares of their steps
+in bfloat16, compiled ones take 0.97 (8B on v5p) and 0.87 (70B on TPU7x) of what the formulas say (docs/precision.md)."""
 
 
 # Experts: what they cost beyond matmuls with as many FLOPs

@@ -39,8 +39,8 @@ GroupedMatmul = Callable[[Array, Matrices, Array], Products]
 """(x[R D], matrices w[E D F], sizes[E]) -> y[R F] of each w, in x's dtype, which is also w's; all vary over the same
 mesh axes.  The gradients of x are added before they are rounded.  Communication: none."""
 
-BLOCKS = (512, 128)
-"""Rows that a CPU multiplies at a time: as many of the first size as a group has, then of the last one."""
+BLOCKS = (1024, 256, 128)
+"""Rows that a CPU multiplies at a time: as many of the first size as a group has, then of the next ones."""
 
 
 ROW_TILES = (1024, 512, 256, 128)
@@ -222,14 +222,14 @@ def _multiply(xs: Arrays, ws: Arrays, sizes_E: Array, *, contracted: int) -> Arr
 
         return _for_each_block(starts[group], sizes_E[group], rows, one_block, y)
 
-    y = jnp.zeros_like(xs[0], shape=(rows, ws[0].shape[3 - contracted]))
+    y = _any(ws[0], (rows, ws[0].shape[3 - contracted]))
     return lax.fori_loop(0, len(sizes_E), one_group, y)
 
 
 def _weight_gradient(x_RD: Array, dy_RF: Array, sizes_E: Array) -> Array:
     """For each group the product of its rows of x and of dy."""
     starts = jnp.cumsum(sizes_E) - sizes_E
-    zeros_EDF = jnp.zeros_like(x_RD, shape=(len(sizes_E), x_RD.shape[1], dy_RF.shape[1]))
+    zeros_DF = jnp.zeros_like(x_RD, shape=(x_RD.shape[1], dy_RF.shape[1]))
 
     def one_group(group: Array, dw_EDF: Array) -> Array:
         def one_block(first: Array, is_inside: Array | None, size: int, dw_DF: Array) -> Array:
@@ -238,10 +238,15 @@ def _weight_gradient(x_RD: Array, dy_RF: Array, sizes_E: Array) -> Array:
                 x, dy = jnp.where(is_inside, x, 0), jnp.where(is_inside, dy, 0)
             return dw_DF + lax.dot_general(x, dy, (((0,), (0,)), ((), ())))
 
-        dw_DF = _for_each_block(starts[group], sizes_E[group], len(x_RD), one_block, zeros_EDF[0])
+        dw_DF = _for_each_block(starts[group], sizes_E[group], len(x_RD), one_block, zeros_DF)
         return lax.dynamic_update_index_in_dim(dw_EDF, dw_DF, group, 0)
 
-    return lax.fori_loop(0, len(sizes_E), one_group, zeros_EDF)
+    return lax.fori_loop(0, len(sizes_E), one_group, _any(dy_RF, (len(sizes_E), *zeros_DF.shape)))
+
+
+def _any(x: Array, shape: tuple[int, ...]) -> Array:
+    """An array to be filled.  XLA makes arrays of zeros once for all loops, and copies them for each."""
+    return jnp.broadcast_to(x[(0,) * x.ndim], shape)
 
 
 def _for_each_block(

@@ -265,8 +265,9 @@ def head_flops(model: ModelConfig, cp: int, kind: str) -> int:
 
 
 ROUNDING = 0.3
-"""The time that rounding to eight bits takes, beside that of the other passes over activations.  As shares of their steps
-in bfloat16, compiled ones take 0.97 (8B on v5p) and 0.87 (70B on TPU7x) of what the formulas say (docs/precision.md)."""
+"""The time that rounding to eight bits takes, beside that of the other passes over activations.  As shares of their
+steps in bfloat16, compiled ones take 0.97 (8B on v5p) and 0.87 (70B on TPU7x) of what the formulas say
+(docs/precision.md)."""
 
 
 # Experts: what they cost beyond matmuls with as many FLOPs

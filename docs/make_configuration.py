@@ -18,6 +18,7 @@ from generated_part import DOCS, GeneratedPart  # noqa: E402
 from shmap_tp.config import choices, schema  # noqa: E402
 from shmap_tp.config.activation_names import SAVED_BY_REMAT  # noqa: E402
 from shmap_tp.config.compose import load, to_dict  # noqa: E402
+from shmap_tp.config.values import RULES  # noqa: E402
 
 
 def classes() -> dict[str, ast.ClassDef]:
@@ -48,6 +49,16 @@ def shown(value: object) -> str:
     return words.get(value, str(value)) if isinstance(value, bool | None) else str(value)
 
 
+def needed(key: str) -> str:
+    """A sentence on the keys that a value of `key` needs, if there are some."""
+    needs = [f"`{each}`" if "=" in each else f"a value of `{each}`" for each in RULES[key].get("needs", "").split()]
+    if not needs:
+        return ""
+    *others, last = needs
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f" Needs {listed}, unless it is `{shown(RULES[key].get('unless'))}`."
+
+
 def section(name: str, node: ast.ClassDef, values: dict) -> list[str]:
     """The table of a dataclass, and those of the dataclasses inside it."""
     lines = [f"### `{name}`", ""]
@@ -66,7 +77,8 @@ def section(name: str, node: ast.ClassDef, values: dict) -> list[str]:
             kind = f"list of {options}" if kind.startswith("list[") else f"one of {options}{null}"
         else:
             kind = f"`{cell(kind)}`"
-        lines.append(f"| `{name}.{field}` | {kind} | `{cell(shown(values[field]))}` | {cell(text)} |")
+        meaning = cell(text + needed(f"{name}.{field}"))
+        lines.append(f"| `{name}.{field}` | {kind} | `{cell(shown(values[field]))}` | {meaning} |")
     return [*lines, "", *groups]
 
 

@@ -107,8 +107,8 @@ class ModelConfig:
     experts_per_token: int = key(below=2**16)
     """How many experts compute each token, those with the highest scores."""
     expert_capacity: float | None = key(needs="model.experts")
-    """For mesh.ep: how many rows a device can send to one other, as a multiple of even load; others are dropped.
-    null: all are sent."""
+    """With mesh.ep above 1: how many rows a device can send to one other, as a multiple of even load; others are
+    dropped.  null: all are sent."""
     router_scores: choices.RouterScores
     """Scores of the experts, from a token times the router's weight: softmax over all, or sigmoid of each."""
     router_normalize: bool
@@ -138,11 +138,11 @@ class ModelConfig:
     norm_bias: bool = key(unless=False, needs="model.norm=layernorm")
     """Whether every LayerNorm adds a bias."""
     norm_placement: choices.NormPlacement = key(unless="before", needs="model.block=sequential")
-    """For block=sequential.  before: the inputs of attention and MLP are normalised.  after: their outputs.  both."""
+    """before: the inputs of attention and MLP are normalised.  after: their outputs.  both."""
     qk_norm: bool
     """Whether each head of q and k is normalised, before the rotary encoding, by an RMSNorm like that of `norm`."""
     qk_norm_across_heads: bool = key(unless=False, needs="model.qk_norm=true")
-    """For qk_norm=true: all heads of q are normalised together, and all of k, each element with a scale of its own."""
+    """Whether all heads of q are normalised together, and all of k, each element with a scale of its own."""
     mlp: choices.Mlp
     """Activation of the MLP.  gelu: GELU in its tanh form.  gelu_erf: exact GELU.  swiglu, geglu: up times a gate,
     which has SiLU or the tanh form of GELU.  clamped_swiglu: as swiglu, with gate and up of at most 7, gate x
@@ -154,17 +154,17 @@ class ModelConfig:
     mlp_bias: bool
     """Whether the projections of the MLP add a bias; or those of each expert, and the router."""
     head_bias: bool = key(unless=False, needs="model.tie_embeddings=false")
-    """Whether the output head adds a bias; it needs tie_embeddings=false."""
+    """Whether the output head adds a bias."""
     positions: choices.PositionKind
     """Position encoding: biases of the scores (alibi), rotated q and k (rotary), or an embedding (learned)."""
     rotary_base: float
     """For positions=rotary: pair k of R/2 is rotated by position x base^(-2k/R)."""
     rotary_dim: int | None = key(least=2, needs="model.positions=rotary")
-    """For positions=rotary: R, how many elements of each head are rotated, the first ones; null is all of them."""
+    """R, how many elements of each head are rotated, the first ones; null is all of them."""
     rotary_pairing: choices.RotaryPairing = key(unless="half", needs="model.positions=rotary")
-    """For positions=rotary: which elements form a pair.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
+    """Which elements form a pair that is rotated.  half: k and k + R/2.  neighbouring: 2k and 2k + 1."""
     rotary_scaling: choices.RotaryScaling = key(unless="none", needs="model.positions=rotary")
-    """For positions=rotary: how the rates are lowered for a longer context.  linear: all are divided by the factor.
+    """How the rates are lowered for a longer context.  linear: all are divided by the factor.
     llama3: those whose wavelength exceeds original_context / low_frequency_factor are divided, those below
     original_context / high_frequency_factor stay, and those between are interpolated by wavelength.  yarn: as llama3,
     but interpolated by the number of the pair, from one whole pair to another (yarn_unrounded: from a fraction of one),
@@ -185,7 +185,7 @@ class ModelConfig:
     """Which layers are local, global (without the window) or nope (global, without the rotary encoding), repeated over
     the layers; the first layer has the first element.  []: all are local."""
     rotary_local_base: float | None = key(needs="model.positions=rotary model.window")
-    """For positions=rotary: the base in local layers, whose rates are then not scaled; null: as in the others."""
+    """The rotary base in local layers, whose rates are then not scaled; null: as in the others."""
     attention_softcap: float | None = key(above=0)
     """Scores become softcap x tanh(score / softcap) before the mask; null: they stay as they are."""
     attention_scale_dim: int | None
@@ -259,9 +259,9 @@ class TrainConfig:
     dpo_beta: float | None = key(above=0, usual=0.1)
     """beta of direct preference optimisation, on data of `prepare --preferences`; 0.1 is usual.  null: none."""
     dpo_label_smoothing: float = key(least=0, below=0.5, unless=0, needs="train.dpo_beta")
-    """For dpo_beta: the share of pairs whose preference is taken to be wrong; 0 is plain DPO."""
+    """The share of pairs whose preference is taken to be wrong; 0 is plain DPO."""
     dpo_length_normalized: bool = key(unless=False, needs="train.dpo_beta")
-    """For dpo_beta: whether log-probabilities are means over an answer's tokens, not sums; 5 is then a usual beta."""
+    """Whether log-probabilities are means over an answer's tokens, not sums; 5 is then a usual beta."""
     profile: list[int] | None
     """[first, last]: the steps, counted from 1, that are traced for XProf or TensorBoard; null: none."""
     check_replicas_every: int = key(least=0)
@@ -354,7 +354,7 @@ class CheckpointConfig:
     every: int | str = key(least=0)
     """Steps between checkpoints; 0: only at the end, or when stopped; auto: the interval that loses least."""
     hours_between_failures: float | None = key(above=0, below=10**6, needs="checkpoint.every=auto")
-    """For every=auto: mean hours between two failures or preemptions; null: learnt from the starts of the run."""
+    """Mean hours between two failures or preemptions; null: learnt from the starts of the run."""
     local_dir: str | None = key(schemes=())
     """Directory of each host, a disk or ram disk, for checkpoints that are newer than those in `dir`; null: none."""
     local_every: int = key(least=1)

@@ -158,11 +158,9 @@ def _multiply_tiles(products: int, features: int, contracted: int, metadata: Any
     def _() -> None:
         total[...] = jnp.zeros_like(total)
 
-    multiply = partial(
-        lax.dot_general, dimension_numbers=(((1,), (contracted - 1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    pairs = zip(operands[:products], operands[products:], strict=True)
-    total[...] += sum(multiply(tile(x, 1), tile(w, contracted - 1)) for x, w in pairs)
+    for x, w in zip(operands[:products], operands[products:], strict=True):  # one by one: their sum would need memory
+        dims = (((1,), (contracted - 1,)), ((), ()))
+        total[...] += lax.dot_general(tile(x, 1), tile(w, contracted - 1), dims, preferred_element_type=jnp.float32)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:

@@ -186,8 +186,8 @@ def test_rows_that_no_expert_is_chosen_for_take_no_time():
 
 def test_compiled_for_tpus_grouped_matmuls_do_the_flops_of_chosen_experts():
     """Gate and up, forward and backward: six products, two of them in one kernel, of all rows and of no matrix but
-    their own, within 10 % of the FLOPs; and nothing else of the rows' size, such as a sum of gradients.  The tiles are the largest, and fit the
-    vector memory of a v4."""
+    their own, within 10 % of the FLOPs; and nothing else of the rows' size, such as a sum of gradients.  The tiles are
+    the largest, and fit the vector memory of a v4."""
     pytest.importorskip("libtpu")
     mesh = jax.sharding.Mesh(topology_devices(Slice("v4", (2, 2, 1))), ("dp",))
 

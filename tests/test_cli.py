@@ -21,7 +21,7 @@ BAD = {
     "mesh.dp=4": ["dp=4 x mp=4 needs 16 devices", "has 8", "dp x mp = 8"],
     "run.dir=FILE/x": ["run.dir=", "cannot be written: Not a directory", "choose"],
     "data.dir=FILE data.source=stdlib": ["/file is a file", "data.dir must name a directory"],
-    "data.dir=FILE/x data.source=stdlib": ["/file/x cannot be", "choose another data.dir"],
+    "data.dir=FILE/x data.source=stdlib": ["data.dir ", "/file/x cannot be written: ", "or choose another"],
     "checkpoint.dir=FILE/x": ["checkpoint.dir=", "cannot be written"],
     "run.compilation_cache=FILE/x": ["run.compilation_cache=", "cannot be written"],
     "--resume": ["no checkpoint in", "leave it out", "run.dir="],

@@ -261,7 +261,7 @@ def test_cudnn_is_refused_on_cut_rows():
     (("mesh.cp=3",), r"mesh.cp=3: model.context=32 .* use mesh.cp in \{1, 2, 4, 8, 16\}, or model.context=36"),
     (("mesh.cp=2", "model.context=33"), r"cannot be cut in 2 parts that 2 divide; use model.context=36$"),
     (("mesh.cp=16", "mesh.mp=4", SEQUENCE), r"16 parts that 2 and mesh.mp divide; use mesh.cp in \{1, 2, 4, 8\}, or"),
-    (("mesh.cp=2", "mesh.zero=fsdp", "mesh.fsdp_gradients=ring"), "cannot be combined with mesh.cp=2"),
+    (("mesh.cp=2", "mesh.zero=fsdp", "mesh.fsdp_gradients=ring"), "needs mesh.cp=1, but mesh.cp=2"),
     (("mesh.cp=2", "model.remat=attention", "model.offload=[query_key_value]"), "which gathers whole rows of them"),
     (("mesh.cp=2", "model.adapter.rank=2", "train.dpo_beta=0.1", "train.z_loss=0"), "cuts the answers of a pair apart"),
 ])  # fmt: skip

@@ -30,6 +30,7 @@ https://arxiv.org/abs/2208.07339
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -102,6 +103,7 @@ def _forward(multiply: Any, layout: WeightLayout, x: Array, full: Array | EightB
 def _backward(multiply: Any, layout: WeightLayout, saved: tuple, dy: Array) -> tuple:
     x, full, shard = saved
     if isinstance(full, EightBit):
+        full = replace(full, to=full.to._replace(kernel=None))  # the kernel's order of memory would be copied by piece
         dx, x, dy = full.gradients(multiply, x, dy)
     else:
         (dx,) = jax.linear_transpose(lambda x: multiply(x, full), x)(dy)

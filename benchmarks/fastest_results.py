@@ -35,11 +35,11 @@ def fastest_steps() -> str:
     return f"""## Fastest planned steps beside published ones, predicted
 
 Published runs of Llama 3.1 on v6e, weakly scaled, and of Mixtral, beside the fastest step that we planned for the same
-chips, model and tokens a step: FSDP over all chips, the settings as the formulas of the search rank them.  `times the
-constant` multiplies it by the constant of the TPU version above, `ahead` is the published step over that.  The constant
-is fitted to our plain steps of the calibration, so that 1.00 means as fast as those.  Where no row below is faster, the
-row is that of the calibration.  The rows of the commands below have kernels around splash attention, which are charged
-the bytes that they move and have been measured nowhere.
+chips, model and tokens a step: FSDP over all chips, settings found with the formulas of the search and by hand.
+`times the constant` multiplies it by the constant of the TPU version above, `ahead` is the published step over that.
+The constant is fitted to our plain steps of the calibration, so that 1.00 means as fast as those.  Where no row below
+is faster, the row is that of the calibration.  The rows of the commands below have kernels around splash attention,
+which are charged the bytes that they move and have been measured nowhere.
 
 {format_commands(planned)}
 

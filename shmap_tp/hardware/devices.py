@@ -85,8 +85,8 @@ class Generation:
     """Source of `link_rate` and `wraps_at`."""
     host_rate: float = 1.6e10
     """Bytes/s between a chip and its host's memory, in each direction.  BOOK: 1.6e10 for most TPUs, 3.2e10 for v6e."""
-    multiplier: int = 128
-    """Side of a matrix unit.  CLOUD: 256 x 256 for v6e and TPU7x."""
+    mxu_side: int = 128
+    """Rows, and columns, of a matrix-multiply unit (MXU).  CLOUD: 256 x 256 for v6e and TPU7x."""
     one_host: int = 4
     """Chips of the largest slice that has a single host, which may be more than the hosts of larger slices have
     (CLOUD)."""
@@ -141,11 +141,11 @@ GENERATIONS = {
     "v5p": Generation("TPU v5", "v5", 1, 3, 9e10, 4, (16, 16, 24), (2, 2, 1), "CLOUD, 4800 Gbit/s of 6 links, as v4"),
     "v6e": Generation(
         "TPU v6 lite", "v6e", 1, 2, 9e10, 16, (16, 16), (2, 2), "CLOUD, 4 x 200 GB/s both ways; the pod is 16 x 16",
-        host_rate=3.2e10, multiplier=256, one_host=8,
+        host_rate=3.2e10, mxu_side=256, one_host=8,
     ),
     "tpu7x": Generation(
         "TPU7x", "tpu7x", 2, 3, 1e11, 4, (16, 16, 16), (2, 2, 1), "CLOUD, 1200 GB/s of 6 links both ways, as v4",
-        multiplier=256,
+        mxu_side=256,
     ),
 }  # fmt: skip
 """TPU versions by the name that `--version` takes."""

@@ -37,7 +37,8 @@ Products = tuple[Float[Array, "R F"], ...]
 Arrays = tuple[Array, ...]
 GroupedMatmul = Callable[[Array, Matrices, Array], Products]
 """(x[R D], matrices w[E D F], sizes[E]) -> y[R F] of each w, in x's dtype, which is also w's; all vary over the same
-mesh axes.  The gradients of x are added before they are rounded.  Communication: none."""
+mesh axes.  The gradients of x from several w are added before they are rounded, with `ragged_dot` after it.
+Communication: none."""
 
 BLOCKS = (1024, 256, 128)
 """Rows that a CPU multiplies at a time: as many of the first size as a group has, then of the next ones."""
@@ -54,7 +55,7 @@ then stays in vector memory from its first tile of rows to its last, and is read
 
 
 def ragged_dot(x_RD: Float[Array, "R D"], ws_EDF: Matrices, sizes_E: Int[Array, " E"]) -> Products:
-    """XLA's own; its FLOPs can be counted."""
+    """XLA's own; its FLOPs can be counted.  JAX adds the gradients of x, which are rounded to its dtype before."""
     return tuple(lax.ragged_dot(x_RD, w_EDF, sizes_E) for w_EDF in ws_EDF)
 
 

@@ -6,7 +6,7 @@ B batch, T time, H heads, K head dim, a multiple of 128, F = H K; all of one dev
     splash attention     -->  x[B H T K]  --`heads_last`-->  [B T F]  -->  matmul of out
 
 Matmuls are fast where their features are one dim; splash attention reads head by head.  With [B H T K] XLA for TPU uses
-half of a multiplier of 256 x 256 where heads have 128 elements, and computes the gradient of the norm anew in every
+half of an MXU of 256 x 256 where heads have 128 elements, and computes the gradient of the norm anew in every
 tile of two matmuls (docs/performance-notes.md).  The plain versions are the norm, `rotate_pairs` and a transpose.  The
 gradients are defined by hand, as those of all kernels here.
 """

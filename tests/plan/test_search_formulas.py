@@ -189,7 +189,7 @@ def test_steps_take_what_the_compiled_ones_take_within_15_percent(words, compile
     assert found.seconds == pytest.approx(compiled, rel=0.15)
 
 
-def test_kernels_save_time_where_heads_are_narrower_than_a_multiplier_and_offload_costs_time():
+def test_kernels_save_time_where_heads_are_narrower_than_an_mxu_and_offload_costs_time():
     """Heads of 128 that are rotated in halves, on v6e and not on v5e."""
 
     def terms(version: str, *settings: str) -> dict[str, float]:

@@ -252,12 +252,12 @@ def _attention_flops(model: ModelConfig) -> int | float:
 
 
 def head_flops(model: ModelConfig, cp: int, kind: str) -> int:
-    """FLOPs per token of the projections of attention, where kernels bring heads to it that would fill part of a
-    multiplier of devices of `kind` (layers/head_kernels.py); three times as many where these kernels compute norms."""
+    """FLOPs per token of the projections of attention, where kernels bring heads to it that would fill part of an
+    MXU of devices of `kind` (layers/head_kernels.py); three times as many where these kernels compute norms."""
     made = generation(kind)
     rotates = model.positions == PositionKind.rotary and Heads(model.head_dim, make_rotation(model)).is_suited
     is_plain = rotates and cp == 1 and not model.qk_norm_across_heads
-    if made is None or made.multiplier <= model.head_dim or not is_plain:
+    if made is None or made.mxu_side <= model.head_dim or not is_plain:
         return 0
     passes = 3 + (SavedActivation.query_key_value not in SAVED_BY_REMAT[model.remat])
     features = 2 * (model.heads + model.kv_heads) * model.head_dim

@@ -144,7 +144,8 @@ class Preemptions(Soak):
         self.damaged: dict[int, float] = {}
         self.slowed = 0
         self.events = EVENTS | ({"host": 3} if given.local else {})
-        saves = [f"checkpoint.every={given.every}", f"checkpoint.hours_between_failures={given.mean / 3600}"]
+        saves = [f"checkpoint.every={given.every}"]
+        saves += [f"checkpoint.hours_between_failures={given.mean / 3600}"] if given.every == "auto" else []
         saves += [f"checkpoint.local_every={given.local}"] if given.local else []
         self.settings = overrides(self.directory, *SETTINGS, *saves)
         complete_meta(self.directory / "data")

@@ -86,17 +86,17 @@ def rounded_in_one_pass(
     part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
     order = -1 if by_feature and transposes else 1
 
-    def kernel(x: Any, factor: Any, values: Any, scale: Any) -> None:
-        def product(at: tuple) -> Array:
-            return (x[at].astype(jnp.float32) * factor[at]).astype(x.dtype)
-
+    def kernel(x: Any, factor: Any, values: Any, scale: Any, product: Any) -> None:
+        largest = []
         slices = [pl.ds(start, part) for start in range(0, length, part)]
         parts = [(each, slice(None)) if by_feature else (slice(None), each) for each in slices]
-        largest = [jnp.max(jnp.abs(product(at)), axis=axis, keepdims=True) for at in parts]
+        for at in parts:
+            product[at] = (x[at].astype(jnp.float32) * factor[at]).astype(x.dtype)
+            largest.append(jnp.max(jnp.abs(product[at]), axis=axis, keepdims=True))
         scale[...] = scale_of(reduce(jnp.maximum, largest), dtype)
         for at in parts:
-            found = divided(product(at), scale[...], dtype)
-            values[at[::order]] = (found.T if order < 0 else found).astype(dtype)
+            found = divided(product[at], scale[...], dtype).astype(dtype)
+            values[at[::order]] = found.T if order < 0 else found
 
     def along(shape: tuple[int, int], dim: int | None) -> pl.BlockSpec:
         """Tiles of an array of this shape, one after the other along `dim`; with None the array."""
@@ -112,6 +112,7 @@ def rounded_in_one_pass(
         in_specs=[along(x_NF.shape, int(by_feature)), along(taken, None)],
         out_specs=[along(stored, int(by_feature) if order > 0 else 0), along(given, int(by_feature))],
         out_shape=[jax.ShapeDtypeStruct(stored, dtype), jax.ShapeDtypeStruct(given, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((tokens, size) if by_feature else (size, features), x_NF.dtype)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size_of_all),
         interpret=interpret,

@@ -252,6 +252,8 @@ class TrainConfig:
     """dtype of activations and matmuls; master weights stay float32.  auto: float32 on CPU, else bfloat16."""
     matmul_precision: choices.MatmulPrecision
     """int8, fp8: linear layers of blocks round what they multiply to 8 bits (docs/precision.md); bfloat16: not."""
+    matmul_rounding: choices.MatmulRounding
+    """How gradients are rounded to 8 bits: to the nearest number, or at random up or down, right on average."""
     z_loss: float = key(least=0)
     """Weight of the squared log-partition term of the loss (PaLM, section 5); 0 disables it."""
     loss_chunk: int

@@ -16,6 +16,7 @@ from shmap_tp.config.values import faults_of_values, padded_vocabulary
 from shmap_tp.errors import UserError, refuse_first, shown
 
 GATED_MLPS = (choices.Mlp.swiglu, choices.Mlp.geglu, choices.Mlp.clamped_swiglu)
+EIGHT_BITS = (choices.MatmulPrecision.int8, choices.MatmulPrecision.fp8)
 EXPERT_MATRICES = {"all", "mlp", "gate", "up", "down"}
 """Names in model.adapter.matrices that would be of matrices of experts."""
 
@@ -240,6 +241,11 @@ def _faults_of_combinations(config: Config) -> Iterator[str]:
     is_matmul = mesh.tensor_parallel == choices.TensorParallelMode.collective_matmul
     ring, matmul = "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=collective_matmul"
     refuse(is_ring and is_matmul, ring, matmul, "mesh.tensor_parallel=sequence, or mesh.fsdp_gradients=reduce_scatter")
+    if train.matmul_rounding == choices.MatmulRounding.stochastic:
+        at_random, is_wide = f"train.matmul_rounding={train.matmul_rounding}", train.matmul_precision not in EIGHT_BITS
+        wide = f"train.matmul_precision={train.matmul_precision}, which rounds no gradient to 8 bits"
+        refuse(is_wide, at_random, wide, "train.matmul_precision=int8 or fp8, or train.matmul_rounding=nearest")
+        refuse(is_matmul, at_random, matmul, "mesh.tensor_parallel=sequence, or train.matmul_rounding=nearest")
     if mesh.cp > 1:
         refuse(train.dpo_beta, "train.dpo_beta", f"{cp}, which cuts the answers of a pair apart", "mesh.cp=1")
         is_saved = choices.SavedActivation.query_key_value in model.offload

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import equinox as eqx
 import jax
@@ -26,6 +27,7 @@ from shmap_tp.layers.attention_selection import select_attention
 from shmap_tp.layers.grouped_matmul import select_grouped_matmul
 from shmap_tp.model.blocks import MakeMlp
 from shmap_tp.model.transformer import Execution, MakeBlock, Transformer
+from shmap_tp.parallel.collectives import local_shard
 from shmap_tp.parallel.eight_bit import EightBit, Format, select_format
 from shmap_tp.parallel.fsdp import PlacedParameters, gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import axis_sizes, spec_axes
@@ -141,10 +143,11 @@ def held_in(shapes: Transformer, dtype: DTypeLike, *, int8: bool = False) -> Tra
     return jax.tree_util.tree_map_with_path(held, shapes)
 
 
-def eight_bit_weights(model: Any, stored: Any, trained: Any, to: Format | None) -> Any:
+def eight_bit_weights(model: Any, stored: Any, trained: Any, to: Format | None, seed: int = 0) -> Any:
     """A tree like the parameters (arrays or shapes): for each sharded matrix that a linear layer multiplies with, a
-    function that rounds it to eight bits, as this device stores it, and None for the rest; None alone if `to` is None.
-    `stored` are the PartitionSpecs, and `trained` says which are."""
+    function that rounds it to eight bits, as this device stores it, in a step whose number is given, and None for the
+    rest; None alone if `to` is None.  `stored` are the PartitionSpecs, and `trained` says which are.  Random numbers
+    for gradients that are rounded stochastically depend on `seed`, the step, the matrix and the layer."""
     if to is None:
         return None
 
@@ -153,10 +156,20 @@ def eight_bit_weights(model: Any, stored: Any, trained: Any, to: Format | None) 
         if not (declared.by_linear and any(declared.axes)) or is_factor(path):
             return None
         axes = tuple(axis for dim in declared.inputs for axis in spec_axes(spec[dim]))
+        shape = tuple(1 if dim in declared.inputs else leaf.shape[dim] for dim in range(-leaf.ndim, 0))
 
-        def round_weight(w: Array) -> EightBit:
+        def random(step: int | Array) -> Array:
+            key = jax.random.fold_in(jax.random.key(seed), step)
+            numbers = jax.random.bits(jax.random.fold_in(key, crc32(path_name(path).encode())), shape)
+            for dim, entry in enumerate(spec, -leaf.ndim):
+                is_sharded = spec_axes(entry) and dim not in declared.inputs
+                numbers = local_shard(numbers, spec_axes(entry), dim) if is_sharded else numbers
+            return numbers
+
+        def round_weight(w: Array, step: int | Array) -> EightBit:
             values, scale = rounded(lax.stop_gradient(w), declared.inputs, to.values, axes)
-            return EightBit(values, scale, w if is_trained else None, to, declared.inputs)
+            numbers = random(step) if to.stochastic else None
+            return EightBit(values, scale, w if is_trained else None, to, declared.inputs, numbers)
 
         return round_weight
 
@@ -234,7 +247,7 @@ def shard_model(
     assert dict(mesh.shape) == axis_sizes(config.mesh), f"{mesh.shape} is not a mesh of {config.mesh}"
     device = mesh.devices.flat[0]
     attend = select_attention(config.model, device, dtype, isolated, config.mesh.cp)
-    to = select_format(config.train.matmul_precision, device)
+    to = select_format(config.train.matmul_precision, config.train.matmul_rounding, device)
 
     def make() -> Transformer:
         made = components.make(config.model, attend, jax.random.key(config.run.seed))
@@ -254,7 +267,7 @@ def shard_model(
             dtype,
             placed.placements,
             select_grouped_matmul(device),
-            eight_bit_weights(shapes, placed.stored, trained, to),
+            eight_bit_weights(shapes, placed.stored, trained, to, config.run.seed),
         ),
         attention=attend,
         trained=trained,

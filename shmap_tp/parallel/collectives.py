@@ -80,7 +80,7 @@ def all_gather(x: Shaped[Array, "..."], axes: Axes, dim: int) -> Shaped[Array, "
     return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True)
 
 
-def local_shard(x: Float[Array, "..."], axes: Axes, dim: int) -> Float[Array, "..."]:
+def local_shard(x: Shaped[Array, "..."], axes: Axes, dim: int) -> Shaped[Array, "..."]:
     """x, replicated over `axes` -> this device's shard of it along `dim`.  Communication: none."""
     size = x.shape[dim] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(mark_varying(x, axes), lax.axis_index(axes) * size, size, dim % x.ndim)

@@ -11,7 +11,8 @@ and for each output feature of a weight, the largest value of which becomes the 
 dw is given to the float32 weight as if w had not been rounded (straight-through).  The gradient of x sums over F, and
 dw over tokens, so the scales of the other operand become part of dy before that is rounded, which is exact.  dw has
 scales by feature because Adam divides the gradient of each weight by its own size: next to the largest feature of a
-token, the smallest would be 0.
+token, the smallest would be 0.  With `train.matmul_rounding=stochastic` both roundings of dy are stochastic, by random
+numbers that depend on run.seed, the step, the microbatch, the matrix, its layer and feature, the row and the position.
 
 The scale of a weight is that of all its inputs, also where devices hold some of them: a maximum over these devices, so
 that its bits are the same on every mesh.  The scale of an activation is that of the features, or of the tokens, on this
@@ -26,6 +27,7 @@ https://arxiv.org/abs/2209.05433
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,12 +37,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from shmap_tp.config.choices import MatmulPrecision
+from shmap_tp.config.choices import MatmulPrecision, MatmulRounding
 from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.parallel.collectives import all_gather, mark_varying, reduce_scatter, varying_axes
-from shmap_tp.parallel.rounding import rounded, rounded_in_one_pass, suits
+from shmap_tp.parallel.context_parallel import own_chunks
+from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, ranks
+from shmap_tp.parallel.rounding import Noise, mixed, rounded, rounded_in_one_pass, suits
 
 
 class Format(NamedTuple):
@@ -55,16 +59,23 @@ class Format(NamedTuple):
     its last: for sums over tokens it is transposed before."""
     kernel: bool | None = None
     """Whether the kernel that rounds activations is interpreted; None: XLA rounds them."""
+    stochastic: bool = False
+    """Whether gradients are rounded stochastically."""
 
     def round(
-        self, x: Float[Array, "B T *F"], factor: Float[Array, "..."] | None = None, by_feature: bool = False
+        self,
+        x: Float[Array, "B T *F"],
+        factor: Float[Array, "..."] | None = None,
+        by_feature: bool = False,
+        noise: Noise | None = None,
     ) -> "Rounded":
-        """x * factor, in x's dtype, with a scale for each token, or for each feature."""
+        """x * factor, in x's dtype, with a scale for each token, or for each feature; with `noise` stochastically."""
         if self.kernel is not None and suits(x, by_feature):
-            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, self.transposed, self.values)
+            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, self.transposed, self.values, noise)
             return Rounded(*found, self._replace(transposed=self.transposed and not by_feature))
         x = x if factor is None else _scaled(x, factor).astype(x.dtype)
-        return Rounded(*rounded(x, (0, 1) if by_feature else _features(x), self.values), self)
+        noise = noise and Noise(_like(x, noise.tokens), noise.features.reshape(1, 1, *x.shape[2:]))
+        return Rounded(*rounded(x, (0, 1) if by_feature else _features(x), self.values, (), noise), self)
 
 
 FORMATS = {
@@ -73,12 +84,16 @@ FORMATS = {
 }
 
 
-def select_format(precision: MatmulPrecision, device: Device) -> Format | None:
+def select_format(precision: MatmulPrecision, rounding: MatmulRounding, device: Device) -> Format | None:
     """The one for devices like `device`; None where nothing is multiplied in eight bits."""
+    if precision not in FORMATS:
+        return None
     made = generation(device.device_kind)
-    is_v5 = made is not None and made.platform in ("v5e", "v5")  # libtpu 0.0.42 (docs/performance-notes.md)
-    how = {"transposed": is_v5, "kernel": False if made is not None and made.has_kernels else None}
-    return FORMATS[precision]._replace(**how) if precision in FORMATS else None
+    return FORMATS[precision]._replace(
+        transposed=made is not None and made.platform in ("v5e", "v5"),  # libtpu 0.0.42 (docs/performance-notes.md)
+        kernel=False if made is not None and made.has_kernels else None,
+        stochastic=rounding == MatmulRounding.stochastic,
+    )
 
 
 ROW_MAJOR = Layout(major_to_minor=(0, 1))
@@ -120,6 +135,8 @@ class EightBit(eqx.Module):
     to: Format = eqx.field(static=True)
     inputs: tuple[int, ...] = eqx.field(static=True)
     """The dims of the input features, counted from the last."""
+    random: UInt32[Array, "..."] | None = None
+    """A number for each output feature, of the shape of the scale, by which gradients are rounded stochastically."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -141,10 +158,10 @@ class EightBit(eqx.Module):
     ) -> tuple[Float[Array, "B T *D"], "Rounded", "Rounded"]:
         """dx = dy @ w', in dy's dtype, and x and dy of dw = x' @ dy (`sum_over_tokens`).  Communication: none."""
         dy = lax.optimization_barrier(dy)  # else XLA keeps it in float32 (docs/performance-notes.md)
-        by_token, x = self.to.round(dy, self._scale_of(dy)), self.to.round(x)
+        by_token, x = self.to.round(dy, self._scale_of(dy), noise=self._noise(dy, 0)), self.to.round(x)
         dx = product.transposed(by_token.values, self.values, x.values.shape[2:], self.to.sums)
         dx = _scaled(dx, _like(dx, by_token.scale)).astype(dy.dtype)
-        by_feature = self.to.round(dy, _like(dy, x.scale), by_feature=True)
+        by_feature = self.to.round(dy, _like(dy, x.scale), by_feature=True, noise=self._noise(dy, 1))
         return dx, Rounded(x.values, None, x.to), by_feature
 
     def gathered(self, axes: Any, dim: int) -> "EightBit":
@@ -155,16 +172,27 @@ class EightBit(eqx.Module):
         `weight`.
         """
         weight = None if self.weight is None else _as_if_gathered(self.weight, axes, dim)
-        return EightBit(all_gather(self.values, axes, dim), self.scale, weight, self.to, self.inputs)
+        return replace(self, values=all_gather(self.values, axes, dim), weight=weight)
 
     def with_scale_gathered(self, axes: tuple[str, ...], dim: int) -> "EightBit":
         """The same, with the scale of all outputs that are sharded over `axes` along `dim`: once a step, because it is
-        small.  Communication: one all-gather of it, if `dim` is one of the outputs."""
-        scale = self.scale if dim in self.inputs else all_gather(self.scale, axes, dim)
-        return EightBit(self.values, scale, self.weight, self.to, self.inputs)
+        small.  Communication: one all-gather of it, if `dim` is one of the outputs, and one of `random`."""
+        if dim in self.inputs:
+            return self
+        scale, random = jax.tree.map(lambda each: all_gather(each, axes, dim), (self.scale, self.random))
+        return replace(self, scale=scale, random=random)
 
     def _scale_of(self, y: Array) -> Array:
         return self.scale.reshape(1, 1, *y.shape[2:])
+
+    def _noise(self, dy: Array, use: int) -> Noise | None:
+        """The random numbers of dy for one of the two times that it is rounded."""
+        if self.random is None:
+            return None
+        batch, time = dy.shape[0], dy.shape[1] * ranks(axes_of(Role.time))
+        row = lax.axis_index(batch_axes()) * batch + jnp.arange(batch)
+        token = row[:, None] * time + own_chunks(jnp.arange(time))[None]
+        return Noise(mixed(2 * token.astype(jnp.uint32) + use)[..., None], self.random.reshape(1, 1, -1))
 
 
 def sum_over_tokens(first: Array | Rounded, second: Array | Rounded) -> Float[Array, "..."]:
@@ -184,12 +212,27 @@ def sum_over_tokens(first: Array | Rounded, second: Array | Rounded) -> Float[Ar
     return _scaled(dw, *scales).reshape(*first.values.shape[2:], *second.values.shape[2:])
 
 
-def in_eight_bits(rounding: Any, params: Any) -> Any:
-    """`params`, in eight bits where `rounding`, a tree like them, has a function of one; with None as they are.
-    Communication: that of `rounded`."""
+def in_eight_bits(rounding: Any, params: Any, step: int | Int[Array, ""] = 0) -> Any:
+    """`params`, in eight bits where `rounding`, a tree like them, has a function of one and of the step; with None as
+    they are.  Communication: that of `rounded`."""
     if rounding is None:
         return params
-    return jax.tree.map(lambda to_eight, w: w if to_eight is None else to_eight(w), rounding, params, is_leaf=_is_none)
+    return jax.tree.map(lambda to_eight, w: to_eight(w, step) if to_eight else w, rounding, params, is_leaf=_is_none)
+
+
+def with_other_noise(params: Any, microbatch: Int[Array, ""] | None) -> Any:
+    """`params`, in whose products gradients are rounded with random numbers of this microbatch; with None as they
+    are."""
+
+    def of_microbatch(w: Any) -> Any:
+        return replace(w, random=mixed(w.random + microbatch.astype(jnp.uint32))) if has_noise(w) else w
+
+    return params if microbatch is None else jax.tree.map(of_microbatch, params, is_leaf=has_noise)
+
+
+def has_noise(w: Any) -> bool:
+    """Whether this is a weight for which gradients are rounded stochastically."""
+    return isinstance(w, EightBit) and w.random is not None
 
 
 def of_gradient(is_trained: Any, params: Any) -> Any:
@@ -198,7 +241,8 @@ def of_gradient(is_trained: Any, params: Any) -> Any:
     def of(trained: bool, w: Any) -> Any:
         if not isinstance(w, EightBit):
             return trained
-        return eqx.tree_at(lambda w: (w.values, w.scale, w.weight), w, (False, False, trained), is_leaf=_is_none)
+        found = (False, False, trained, None if w.random is None else False)
+        return eqx.tree_at(lambda w: (w.values, w.scale, w.weight, w.random), w, found, is_leaf=_is_none)
 
     return jax.tree.map(of, is_trained, params)
 

@@ -7,10 +7,15 @@ B batch, T time, F features; of one device.
 XLA for TPU reads x once for the scales and once more to round it, and transposes what is rounded by feature in another
 pass.  The kernel reads a tile of whole rows, or of whole columns, and can write columns with T as the last dim of
 memory: v5e and v5p sum over tokens faster so (docs/performance-notes.md).  The plain version is `rounded`.
+
+To the nearest number, or stochastically: of the two numbers of the format around a value, each with a probability that
+makes the mean the value.  The random number of an element is a hash of two, one of its token and one of its feature, so
+that it is the same wherever the element is computed.  Gupta et al. 2015, "Deep Learning with Limited Numerical
+Precision", section 3, https://arxiv.org/abs/1502.02551
 """
 
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Shaped, UInt32
 
 from shmap_tp.parallel.collectives import without_vma_check
 
@@ -30,32 +35,67 @@ PART = 1024
 """Elements of a row or column that are in 32 bits at a time."""
 
 
+class Noise(NamedTuple):
+    """The random numbers of x[B T F] that is rounded stochastically."""
+
+    tokens: UInt32[Array, "B T 1"]
+    features: UInt32[Array, "1 1 F"]
+
+
 def rounded(
-    x: Float[Array, "..."], dims: tuple[int, ...], dtype: DTypeLike, axes: tuple[str, ...] = ()
+    x: Float[Array, "..."],
+    dims: tuple[int, ...],
+    dtype: DTypeLike,
+    axes: tuple[str, ...] = (),
+    noise: Noise | None = None,
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
     """(values, scale), x ~ values x scale: one scale for all elements along `dims`, whose size in it is 1, so that the
     largest becomes the largest number of `dtype`, unless the scale would be below the least normal one.  What is all 0
-    stays so; what is not finite has such a scale.
+    stays so; what is not finite has such a scale.  Without `noise` to the nearest number, with it stochastically.
 
     Communication  one maximum over `axes`, those which shard `dims` under shard_map.
     """
     largest = jnp.max(jnp.abs(x), axis=dims, keepdims=True)
     scale = scale_of(lax.pmax(largest, axes) if axes else largest, dtype)
-    return divided(x, scale, dtype).astype(dtype), scale
+    return divided(x, scale, dtype, noise).astype(dtype), scale
 
 
 def scale_of(largest: Array, dtype: DTypeLike) -> Array:
     """The scale of elements of which this is the largest."""
     largest = largest.astype(jnp.promote_types(largest.dtype, jnp.float32))
-    most = float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
-    scale = jnp.where(largest == 0, 1, largest) / most
+    scale = jnp.where(largest == 0, 1, largest) / _most(dtype)
     return jnp.maximum(scale, jnp.finfo(scale.dtype).tiny)  # else flushed to 0, so that finite / 0 is NaN in float8
 
 
-def divided(x: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """x / scale as numbers of `dtype`, or for float8 as those that are rounded to them, in 32 bits."""
-    scaled = x.astype(scale.dtype) / scale
-    return jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
+def divided(x: Array, scale: Array, dtype: DTypeLike, noise: Noise | None = None) -> Array:
+    """x / scale as numbers of `dtype`, or for float8 to the nearest as those that are rounded to them, in 32 bits."""
+    scaled, is_integer = x.astype(scale.dtype) / scale, jnp.issubdtype(dtype, jnp.integer)
+    if noise is None:
+        return jnp.round(scaled) if is_integer else scaled
+    spacing = jnp.ones_like(scaled) if is_integer else _spacing(scaled, dtype)
+    between_0_and_1 = (mixed(noise.tokens ^ noise.features) >> 16).astype(jnp.int32).astype(scaled.dtype) * 2.0**-16
+    most = _most(dtype)  # above which x / scale may be where a device divides less exactly
+    return jnp.clip(jnp.floor(scaled / spacing + between_0_and_1) * spacing, -most, most)
+
+
+def mixed(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A hash of each number, different for different ones.  lowbias32 of Wellons 2018,
+    https://nullprogram.com/blog/2018/07/31"""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _spacing(x: Array, dtype: DTypeLike) -> Array:
+    """The distance between the two numbers of a floating-point format around x."""
+    info = jnp.finfo(dtype)
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    return jnp.maximum(power * 2.0**-info.nmant, float(info.smallest_subnormal))
+
+
+def _most(dtype: DTypeLike) -> float:
+    return float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
 
 
 def suits(x: Array, by_feature: bool) -> bool:
@@ -74,6 +114,7 @@ def rounded_in_one_pass(
     by_feature: bool,
     transposes: bool,
     dtype: DTypeLike,
+    noise: Noise | None = None,
 ) -> tuple[Shaped[Array, "B T F"], Float[Array, "..."]]:
     """`rounded` of x * factor, in x's dtype: a scale for each feature, and a factor for each token; or the reverse.
     `transposes`: those with a scale for each feature are stored with T as the last dim.
@@ -86,7 +127,8 @@ def rounded_in_one_pass(
     part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
     order = -1 if by_feature and transposes else 1
 
-    def kernel(x: Any, factor: Any, values: Any, scale: Any, product: Any) -> None:
+    def kernel(x: Any, factor: Any, *refs: Any) -> None:
+        *random, values, scale, product = refs
         largest = []
         slices = [pl.ds(start, part) for start in range(0, length, part)]
         parts = [(each, slice(None)) if by_feature else (slice(None), each) for each in slices]
@@ -95,8 +137,9 @@ def rounded_in_one_pass(
             largest.append(jnp.max(jnp.abs(product[at]), axis=axis, keepdims=True))
         scale[...] = scale_of(reduce(jnp.maximum, largest), dtype)
         for at in parts:
-            found = divided(product[at], scale[...], dtype).astype(dtype)
-            values[at[::order]] = found.T if order < 0 else found
+            of_part = Noise(random[0][at[0], :], random[1][:, at[1]]) if random else None
+            found = divided(product[at], scale[...], dtype, of_part)
+            values[at[::order]] = found.astype(dtype).T if order < 0 else found.astype(dtype)
 
     def along(shape: tuple[int, int], dim: int | None) -> pl.BlockSpec:
         """Tiles of an array of this shape, one after the other along `dim`; with None the array."""
@@ -105,11 +148,14 @@ def rounded_in_one_pass(
 
     of_tokens, of_features, stored = (tokens, 1), (1, features), x_NF.shape[::order]
     taken, given = (of_tokens, of_features) if by_feature else (of_features, of_tokens)
-    size_of_all = x_NF.size * (x_NF.itemsize + 1) + 4 * (features + COLUMNS * tokens)  # of [tokens 1] whole tiles
+    random = [] if noise is None else [noise.tokens.reshape(of_tokens), noise.features.reshape(of_features)]
+    of_random = [along(of_tokens, None if by_feature else 0), along(of_features, 1 if by_feature else None)]
+    size_of_all = x_NF.size * (x_NF.itemsize + 1)
+    size_of_all += 4 * (features + COLUMNS * tokens) * (1 + len(random) // 2)  # of [tokens 1] whole tiles
     run = pl.pallas_call(
         kernel,
         grid=(x_NF.shape[by_feature] // size,),
-        in_specs=[along(x_NF.shape, int(by_feature)), along(taken, None)],
+        in_specs=[along(x_NF.shape, int(by_feature)), along(taken, None), *of_random[: len(random)]],
         out_specs=[along(stored, int(by_feature) if order > 0 else 0), along(given, int(by_feature))],
         out_shape=[jax.ShapeDtypeStruct(stored, dtype), jax.ShapeDtypeStruct(given, jnp.float32)],
         scratch_shapes=[pltpu.VMEM((tokens, size) if by_feature else (size, features), x_NF.dtype)],
@@ -118,6 +164,6 @@ def rounded_in_one_pass(
         interpret=interpret,
     )
     factor = jnp.ones(taken) if factor is None else factor.reshape(taken)
-    values, scale = without_vma_check(run, x_NF, factor)
+    values, scale = without_vma_check(run, x_NF, factor, *random)
     values = values.T if order < 0 else values
     return values.reshape(x_BTF.shape), scale.reshape((1, 1, -1) if by_feature else (*x_BTF.shape[:2], 1))

@@ -33,7 +33,7 @@ from shmap_tp.model.loss import LossParts, Objective, all_tokens, next_token_obj
 from shmap_tp.model.sharded_model import ModelComponents, ShardedModel, shard_model
 from shmap_tp.model.transformer import Execution, Transformer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, reduce_partial_gradients
-from shmap_tp.parallel.eight_bit import gradients_of_arrays, in_eight_bits, of_gradient
+from shmap_tp.parallel.eight_bit import gradients_of_arrays, has_noise, in_eight_bits, of_gradient, with_other_noise
 from shmap_tp.parallel.fsdp import gather_between_slices
 from shmap_tp.parallel.mesh import Role, axes_of, mesh_order, token_axes
 from shmap_tp.parallel.partitioning import named_shardings
@@ -97,10 +97,12 @@ def loss_and_gradients(
     frozen: Any = None,
     *,
     tokens: int | Int[Array, ""] | None = None,
+    step: int | Int[Array, ""] = 0,
 ) -> tuple[LossParts, Transformer]:
     """(the parts of the objective, gradients) of the whole step, in the parameters' dtype; a gradient has the part of
     its parameter that this device updates.  `batch` is [A B T]; `frozen` are parameters without gradients, which
-    `params` lacks; `tokens` is the result of `all_tokens`, None where it was not called.
+    `params` lacks; `tokens` is the result of `all_tokens`, None where it was not called; `step` is the number of the
+    step, by which gradients are rounded stochastically.
 
     Communication  over mp what the model and the loss communicate, per microbatch, and where the residual stream is
                    sharded over time one all-reduce of the gradients of replicated parameters, once.  Over the token
@@ -110,15 +112,15 @@ def loss_and_gradients(
     """
     tp, placements = objective.execution.tp, objective.execution.placements
     everything = params if frozen is None else eqx.combine(params, frozen)
-    rounded = in_eight_bits(objective.execution.eight_bit, everything)
+    rounded = in_eight_bits(objective.execution.eight_bit, everything, step)
     whole = gather_between_slices(placements, mark_varying(rounded, (*token_axes(), *tp.time_axes)))
     is_trained = jax.tree.map(lambda _, w: w is not None, everything, params, is_leaf=lambda x: x is None)
     local, untrained = eqx.partition(whole, of_gradient(is_trained, whole))
     counted, tokens = objective.counted(batch), all_tokens(batch) if tokens is None else tokens
 
-    def forward(batch: Batch) -> tuple[Array, Any, LossParts]:
+    def forward(batch: Batch, number: Array | None = None) -> tuple[Array, Any, LossParts]:
         def of_trained(trained: Transformer) -> tuple[Array, LossParts]:
-            return objective(eqx.combine(trained, untrained), batch, counted, tokens)
+            return objective(eqx.combine(trained, with_other_noise(untrained, number)), batch, counted, tokens)
 
         return jax.vjp(of_trained, local, has_aux=True)
 
@@ -130,12 +132,13 @@ def loss_and_gradients(
         # beside the totals.
         totals = jax.tree.map(lambda x: jax.new_ref(jnp.zeros_like(x)), local)
 
-        def accumulate(_: None, batch: Batch) -> tuple[None, LossParts]:
-            value, pull, parts = forward(batch)
+        def accumulate(_: None, numbered: tuple[Batch, Array | None]) -> tuple[None, LossParts]:
+            value, pull, parts = forward(*numbered)
             pull.with_refs(totals)(jnp.ones_like(value))
             return None, parts
 
-        _, of_each = lax.scan(accumulate, None, batch)
+        is_random = any(map(has_noise, jax.tree.leaves(whole, is_leaf=has_noise)))
+        _, of_each = lax.scan(accumulate, None, (batch, jnp.arange(len(batch.inputs)) if is_random else None))
         parts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_each)
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):
@@ -276,7 +279,7 @@ def _evaluate(objective: Objective, params: Transformer, batch: Batch) -> tuple[
 def _gradients(objective: Objective, model: ShardedModel, state: State, batch: Batch) -> dict[str, Any]:
     """The loss and gradients of batch[A B T], on every device, as in the step."""
     params, frozen = model.split(state.params)
-    parts, gradients = loss_and_gradients(objective, params, of_this_device(batch), frozen)
+    parts, gradients = loss_and_gradients(objective, params, of_this_device(batch), frozen, step=state.step)
     return {"loss": parts.losses, "gradients": gradients}
 
 
@@ -289,7 +292,7 @@ def _make_step(
     def step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         batch = of_this_device(batch)
         (params, frozen), tokens = model.split(state.params), all_tokens(batch)
-        parts, gradients = loss_and_gradients(objective, params, batch, frozen, tokens=tokens)
+        parts, gradients = loss_and_gradients(objective, params, batch, frozen, tokens=tokens, step=state.step)
         loss = objective.total(parts.losses, batch)
         with jax.named_scope("update"):
             gradients, norm = clip_by_global_norm(gradients, config.optimizer.clip_norm)

@@ -34,6 +34,8 @@ RULES = {
     "train.microbatches=5": "train.microbatches=5 does not divide train.batch=32; use train.microbatches in {1, 2,",
     "train.dpo_length_normalized=true": "train.dpo_length_normalized=true needs a value of train.dpo_beta, but",
     "train.dpo_label_smoothing=0.1": "train.dpo_label_smoothing=0.1 needs a value of train.dpo_beta, but",
+    "train.matmul_rounding=stochastic": "train.matmul_rounding=stochastic cannot be combined with "
+    "train.matmul_precision=bfloat16, which rounds no gradient to 8 bits (model bytes); use train.matmul_precision=",
     # gradients in rings
     "mesh.zero=fsdp mesh.fsdp_gradients=ring mesh.tensor_parallel=collective_matmul": "use mesh.tensor_parallel="
     "sequence, or mesh.fsdp_gradients=reduce_scatter",

@@ -9,23 +9,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
 
-from shmap_tp.config.choices import MatmulPrecision
-from shmap_tp.layers.linear import DECLARED, Kind, LinearProduct
+from shmap_tp.config.choices import MatmulPrecision, MatmulRounding, Zero
+from shmap_tp.config.schema import MeshConfig
+from shmap_tp.layers.linear import DECLARED, Kind, Linear, LinearProduct
 from shmap_tp.model.sharded_model import eight_bit_weights
 from shmap_tp.parallel import eight_bit
-from shmap_tp.parallel.eight_bit import FORMATS, EightBit, in_eight_bits, rounded, select_format
+from shmap_tp.parallel.collectives import mark_varying
+from shmap_tp.parallel.context_parallel import own_chunks, row_order
+from shmap_tp.parallel.eight_bit import FORMATS, EightBit, Noise, in_eight_bits, rounded, select_format
+from shmap_tp.parallel.fsdp import gather, gather_between_slices, place_parameters
+from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, make_mesh, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
+from shmap_tp.parallel.rounding import divided
 from shmap_tp.plan.ledger import Operation
 from tests.helpers.assertions import by_path
 from tests.helpers.communication_rules import tally
 from tests.helpers.layer_cases import MODES, block
-from tests.helpers.model_fixtures import mesh, shapes_of
+from tests.helpers.model_fixtures import mesh, mesh_config, shapes_of
 from tests.helpers.sharded_harness import Case, cotangent_of, expected, on_mesh
 from tests.helpers.step_fixtures import Program, largest_difference, step_config
 
 INT8, FP8 = MatmulPrecision.int8, MatmulPrecision.fp8
+NEAREST, STOCHASTIC = MatmulRounding
 slow = partial(pytest.param, marks=pytest.mark.slow)
 formats = pytest.mark.parametrize("precision", [INT8, FP8])
 
@@ -63,17 +72,42 @@ def on_one_device(function, *arrays):
 
 
 @formats
+def test_a_stochastic_rounding_is_right_on_average_and_never_leaves_the_format(precision):
+    """It gives one of the two numbers around a value, and the largest one also where a quotient is inexact."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2000, 1, 40)), jnp.float32)
+    x, to = x.at[:, :, :8].set(x[:1, :, :8]).at[:, :, 8].set(9), FORMATS[precision].values
+    words = jax.random.bits(jax.random.key(0), (2040,))
+    noise = Noise(words[:2000].reshape(-1, 1, 1), words[2000:].reshape(1, 1, -1))
+    (values, scale), (nearest, _) = (rounded(x, (2,), to, (), each) for each in (noise, None))
+    found, exact, near = (np.asarray(a, np.float32) for a in (values, x / scale, nearest))
+    step = 1 if precision == INT8 else np.maximum(2.0 ** np.floor(np.log2(np.abs(exact))) / 8, 2.0**-9)
+    assert (np.abs(found - exact) < step).all()
+    bias, bias_of_nearest = (np.abs(((a - exact) / step)[:, 0, :8].mean(0)) for a in (found, near))
+    assert bias.max() < 4 * 0.5 / 2000**0.5 < bias_of_nearest.max()
+    most = jnp.full((2000, 1, 200), jnp.float32(np.abs(found).max()))
+    noise = Noise(noise.tokens, jax.random.bits(jax.random.key(1), (1, 1, 200)))
+    assert (divided(most, jnp.float32(1 - 2.0**-18), to, noise) == most).all()
+
+
+@formats
+@pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize(
     ("shape", "by_feature", "transposed"),
     [((2, 1024, 128), True, True), ((2, 1024, 128), True, False), ((1, 128, 2048), False, True)],
 )
-def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_feature, transposed):
+def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_feature, transposed, noise):
     """In several parts, which share a scale."""
     random = np.random.default_rng(0)
+    words = [jnp.asarray(random.integers(2**32, size=n), jnp.uint32) for n in ((*shape[:2], 1), (1, 1, shape[2]))]
     x = jnp.asarray(random.normal(size=shape), jnp.bfloat16).at[:, :, 3].set(0)
     factor = jnp.asarray(random.uniform(0.5, 2, (*shape[:2], 1) if by_feature else (1, 1, shape[2])), jnp.float32)
     found, plain = (
-        on_one_device(lambda x, factor, to=to: jax.tree.leaves(to.round(x, factor, by_feature)), x, factor)
+        on_one_device(
+            lambda x, factor, *words, to=to: jax.tree.leaves(
+                to.round(x, factor, by_feature, Noise(*words) if noise else None)
+            ),
+            *(x, factor, *words),
+        )
         for to in (FORMATS[precision]._replace(kernel=True, transposed=transposed), FORMATS[precision])
     )
     for one, other in zip(found, plain, strict=True):
@@ -99,6 +133,69 @@ def test_a_layer_computes_the_same_with_the_kernel(kind):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, plain)
 
 
+PLACES_OF_ONE_LAYER = [
+    ((2, 4), {}),
+    ((4, 2), {"zero": Zero.fsdp}),
+    ((2, 2), {"cp": 2}),
+    ((2, 4), {"slices": 2, "zero": Zero.fsdp}),
+]
+
+
+def gradients_of_layer(kind: Kind, config: MeshConfig, rounding: MatmulRounding, step: int = 3) -> list[np.ndarray]:
+    """dx and dw of a layer, all of whose scales are 1 on every mesh, and whose sums are exact."""
+    random, mesh = np.random.default_rng(0), make_mesh(config, jax.devices()[: config.dp * config.cp * config.mp])
+    x, dy = random.integers(-126, 127, (4, 8, 32)).astype(np.float32), random.uniform(-126, 126, (4, 8, 64))
+    w = random.integers(-126, 127, (64, 32) if kind == Kind.column else (32, 64)).astype(np.float32)
+    x[:, :, ::4], dy[:, :, ::4], dy[:, ::2], w[::8, ::8] = 127, 127, 127, 127
+    w[::8] = 127  # an input or an output feature of each device
+    w[:, ::8] = 127
+    layer = Linear(jnp.asarray(w), None, None, kind, (64,))
+    placed = place_parameters(config, layer)
+    to = FORMATS[INT8]._replace(stochastic=rounding == STOCHASTIC)
+    weights = eight_bit_weights(layer, placed.stored, jax.tree.map(lambda _: True, layer), to, seed=1)
+
+    def on_device(layer: Linear, x: Array, dy: Array) -> tuple[Array, Array]:
+        x, dy = (jnp.moveaxis(own_chunks(jnp.moveaxis(a, 1, 2)), 2, 1) for a in (x, dy))
+        rounded = mark_varying(in_eight_bits(weights, layer, step), token_axes())
+        layer = gather_between_slices(placed.placements, rounded)
+        x, dy = mark_varying((x, dy), (*token_axes(), "mp"))
+
+        def call(weight: Array, x: Array) -> Array:
+            whole = replace(layer, weight=replace(layer.weight, weight=weight))
+            return gather(placed.placements, whole, jnp.float32)(x)
+
+        dw, dx = jax.vjp(call, layer.weight.weight, x)[1](dy)
+        dw = placed.placements.weight.reduce_gradient(dw)
+        return lax.psum(dx, "mp") if kind == Kind.column else dx, dw
+
+    of_x, of_y = (
+        (None, "mp") if kind == Kind.row else (None, None),
+        (None, "mp") if kind == Kind.column else (None, None),
+    )
+    rows, time = (axes(mesh.axis_names) for axes in (batch_axes, partial(axes_of, Role.time)))
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(placed.stored, P(rows, *of_x), P(rows, *of_y)),
+        out_specs=(P(rows, time or None, of_x[1]), placed.updated.weight),
+    )
+    dx, dw = jax.jit(run)(layer, jnp.asarray(x), jnp.asarray(dy, jnp.float32))
+    return [np.asarray(row_order(dx, config.cp, dim=1)), np.asarray(dw)]
+
+
+@pytest.mark.parametrize("kind", [Kind.column, Kind.row])
+def test_gradients_are_rounded_by_the_same_random_numbers_on_every_mesh(kind):
+    found = gradients_of_layer(kind, mesh_config(1, 1), STOCHASTIC)
+    for other in (
+        gradients_of_layer(kind, mesh_config(1, 1), NEAREST),
+        gradients_of_layer(kind, mesh_config(1, 1), STOCHASTIC, 4),
+    ):
+        assert all((a != b).mean() > 0.3 for a, b in zip(found, other, strict=True))
+    for (dp, mp), more in PLACES_OF_ONE_LAYER:
+        there = gradients_of_layer(kind, mesh_config(dp, mp, **more), STOCHASTIC)
+        assert all((a == b).all() for a, b in zip(found, there, strict=True)), (dp, mp, more)
+
+
 # The gradients of a block
 
 OPTIONS = "block=sequential mlp=swiglu kv_heads=2 positions=rotary norm=rmsnorm mlp_bias=true"
@@ -112,7 +209,7 @@ def rounded_block(mode: str, precision: MatmulPrecision) -> Case:
     case = block(OPTIONS, MODES[mode])
     shapes = shapes_of(case.make)
     specs = partition_specs(shapes, dict(mesh(SHAPE).shape))
-    to = select_format(precision, SimpleNamespace(device_kind="TPU v5"))
+    to = select_format(precision, NEAREST, SimpleNamespace(device_kind="TPU v5"))
     rounding = eight_bit_weights(shapes, specs, jax.tree.map(lambda _: True, shapes), to)
 
     def call(layer, x):
@@ -142,7 +239,7 @@ def test_operands_are_transposed_only_where_the_products_of_a_device_ask_for_it(
         "NVIDIA H200": False,
         "cpu": False,
     }
-    found = {kind: select_format(INT8, SimpleNamespace(device_kind=kind)).transposed for kind in kinds}
+    found = {kind: select_format(INT8, NEAREST, SimpleNamespace(device_kind=kind)).transposed for kind in kinds}
     assert found == kinds
 
 
@@ -193,6 +290,23 @@ def program(shape: tuple[int, int], precision: MatmulPrecision, settings: str = 
 def losses(precision: MatmulPrecision) -> np.ndarray:
     """Losses of 30 steps on one device."""
     return program((1, 1), precision).train(30).losses
+
+
+@pytest.mark.parametrize("rounding", MatmulRounding)
+def test_only_stochastic_rounding_depends_on_the_step_and_the_microbatch(rounding):
+    """With the same random numbers two microbatches that change places have the same gradient, bit for bit."""
+    found = program((1, 1), INT8, f"train.matmul_rounding={rounding} optimizer.warmup_steps=0")
+    tokens = found.batch(0)[0]
+
+    def gradient_norm(tokens: Array, step: int) -> float:
+        state = replace(found.initial, step=jnp.int32(step))
+        return float(found.compiled(found.placed(state), tokens)[1]["grad_norm"])
+
+    first, again, later, swapped = (
+        gradient_norm(*each) for each in ((tokens, 0), (tokens, 0), (tokens, 1), (tokens[::-1], 0))
+    )
+    assert first == again
+    assert (first != later, first != swapped) == (rounding == STOCHASTIC,) * 2
 
 
 @pytest.mark.parametrize(("shape", "settings"), PLACES)

@@ -25,9 +25,11 @@ from shmap_tp.parallel.fsdp import gather, gather_between_slices, place_paramete
 from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, make_mesh, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.parallel.rounding import divided
+from shmap_tp.parallel.weights import Ring, RingSide, WeightLayout
 from shmap_tp.plan.ledger import Operation
 from tests.helpers.assertions import by_path
 from tests.helpers.communication_rules import tally
+from tests.helpers.jaxprs import pallas_kernels
 from tests.helpers.layer_cases import MODES, block
 from tests.helpers.model_fixtures import mesh, mesh_config, shapes_of
 from tests.helpers.sharded_harness import Case, cotangent_of, expected, on_mesh
@@ -131,6 +133,28 @@ def test_a_layer_computes_the_same_with_the_kernel(kind):
     tries = [FORMATS[INT8]._replace(transposed=True, kernel=kernel) for kernel in (True, None)]
     found, plain = (on_one_device(partial(gradients, to), x, w, dy) for to in tries)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, plain)
+
+
+@pytest.mark.parametrize(("in_ring", "kernels"), [(False, 4), (True, 1)])
+def test_where_a_gradient_is_reduced_in_a_ring_only_the_forward_product_is_rounded_by_the_kernel(in_ring, kernels):
+    """The kernel may store tokens last, and each piece of features would be copied.  Else it rounds x twice and dy by
+    token and by feature."""
+    product, to, inputs = LinearProduct(Kind.column, (384,)), FORMATS[INT8]._replace(kernel=True), (-1,)
+
+    def gradients(x: Array, w: Array, shard: Array, dy: Array) -> Array:
+        x, w, dy = mark_varying((x, w, dy), "dp")
+        values, scale = rounded(w, inputs, to.values)
+
+        def multiply(x: Array, w: Array, shard: Array) -> Array:
+            full = EightBit(values, scale, None if in_ring else w, to, inputs)
+            layout = WeightLayout(outputs_first=True, sharded=RingSide.rows)
+            return (Ring(full, shard, layout) if in_ring else full).multiply(product, x)
+
+        return jax.vjp(multiply, x, w, shard)[1](dy)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 128, 256), (384, 256), (384, 256), (1, 128, 384))]
+    run = jax.shard_map(gradients, mesh=mesh((2, 1)), in_specs=(P(), P(), P("dp"), P()), out_specs=P("dp"))
+    assert len(pallas_kernels(jax.make_jaxpr(run)(*shapes).jaxpr)) == kernels
 
 
 PLACES_OF_ONE_LAYER = [

@@ -10,6 +10,7 @@ import pytest
 
 from shmap_tp.layers.causal_attention import Pattern
 from shmap_tp.layers.flash_attention import Splash
+from shmap_tp.layers.linear import Kind, LinearProduct
 from shmap_tp.layers.xla_workarounds import MAX_ADDITIONS, exact_gelu, recompute_from, row_major, sum_by_additions
 from tests.helpers.jaxprs import equations_named
 
@@ -107,3 +108,12 @@ def test_tpus_store_values_and_gradients_whose_rows_fill_their_memory_in_row_maj
     np.testing.assert_array_equal(jax.jit(jax.vmap(row_major))(x), x)
     text = gradient.trace(x).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("custom_call @LayoutConstraint") == constraints
+
+
+def test_flat_heads_have_products_of_matrices_and_a_gradient_in_row_major_order():
+    """Else XLA for TPU computes the gradient of the weight head by head, and copies it."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 64, 256), (256, 3, 128), (2, 64, 384))]
+    product = LinearProduct(Kind.heads, (3, 128), is_flat=True)
+    jaxpr = jax.make_jaxpr(lambda x, w, dy: jax.vjp(product, x, w)[1](dy))(*shapes).jaxpr
+    assert result_shapes("row_major", jaxpr) == [(256, 384), (256, 384)]
+    assert sorted(result_shapes("dot_general", jaxpr)) == [(128, 256), (128, 384), (384, 256)]

@@ -59,6 +59,8 @@ class Format(NamedTuple):
     its last: for sums over tokens it is transposed before."""
     kernel: bool | None = None
     """Whether the kernel that rounds activations is interpreted; None: XLA rounds them."""
+    in_pieces: bool = False
+    """Whether it is transposed where it is multiplied, piece by piece, and not by the kernel."""
     stochastic: bool = False
     """Whether gradients are rounded stochastically."""
 
@@ -71,8 +73,9 @@ class Format(NamedTuple):
     ) -> "Rounded":
         """x * factor, in x's dtype, with a scale for each token, or for each feature; with `noise` stochastically."""
         if self.kernel is not None and suits(x, by_feature):
-            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, self.transposed, self.values, noise)
-            return Rounded(*found, self._replace(transposed=self.transposed and not by_feature))
+            transposes = self.transposed and by_feature and not self.in_pieces
+            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, transposes, self.values, noise)
+            return Rounded(*found, self._replace(transposed=self.transposed and not transposes))
         x = x if factor is None else _scaled(x, factor).astype(x.dtype)
         noise = noise and Noise(_like(x, noise.tokens), noise.features.reshape(1, 1, *x.shape[2:]))
         return Rounded(*rounded(x, (0, 1) if by_feature else _features(x), self.values, (), noise), self)

@@ -103,8 +103,8 @@ def _forward(multiply: Any, layout: WeightLayout, x: Array, full: Array | EightB
 def _backward(multiply: Any, layout: WeightLayout, saved: tuple, dy: Array) -> tuple:
     x, full, shard = saved
     if isinstance(full, EightBit):
-        # the kernel may store tokens last: XLA would copy each piece of features before its product
-        full = replace(full, to=full.to._replace(kernel=None))
+        # stored with tokens last, each piece of features would be copied before its product
+        full = replace(full, to=full.to._replace(in_pieces=True))
         dx, x, dy = full.gradients(multiply, x, dy)
     else:
         (dx,) = jax.linear_transpose(lambda x: multiply(x, full), x)(dy)

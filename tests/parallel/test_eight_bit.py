@@ -29,7 +29,7 @@ from shmap_tp.parallel.weights import Ring, RingSide, WeightLayout
 from shmap_tp.plan.ledger import Operation
 from tests.helpers.assertions import by_path
 from tests.helpers.communication_rules import tally
-from tests.helpers.jaxprs import pallas_kernels
+from tests.helpers.jaxprs import equations_named
 from tests.helpers.layer_cases import MODES, block
 from tests.helpers.model_fixtures import mesh, mesh_config, shapes_of
 from tests.helpers.sharded_harness import Case, cotangent_of, expected, on_mesh
@@ -135,11 +135,11 @@ def test_a_layer_computes_the_same_with_the_kernel(kind):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, plain)
 
 
-@pytest.mark.parametrize(("in_ring", "kernels"), [(False, 4), (True, 1)])
-def test_where_a_gradient_is_reduced_in_a_ring_only_the_forward_product_is_rounded_by_the_kernel(in_ring, kernels):
-    """The kernel may store tokens last, and each piece of features would be copied.  Else it rounds x twice and dy by
-    token and by feature."""
-    product, to, inputs = LinearProduct(Kind.column, (384,)), FORMATS[INT8]._replace(kernel=True), (-1,)
+@pytest.mark.parametrize(("in_ring", "tokens_last"), [(False, 1), (True, 0)])
+def test_the_kernel_stores_tokens_last_but_where_a_gradient_is_reduced_in_a_ring(in_ring, tokens_last):
+    """Each piece of features would be copied there.  The kernel rounds x twice, and dy by token and by feature."""
+    to = FORMATS[INT8]._replace(kernel=True, transposed=True)
+    product, inputs = LinearProduct(Kind.column, (384,)), (-1,)
 
     def gradients(x: Array, w: Array, shard: Array, dy: Array) -> Array:
         x, w, dy = mark_varying((x, w, dy), "dp")
@@ -154,7 +154,9 @@ def test_where_a_gradient_is_reduced_in_a_ring_only_the_forward_product_is_round
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 128, 256), (384, 256), (384, 256), (1, 128, 384))]
     run = jax.shard_map(gradients, mesh=mesh((2, 1)), in_specs=(P(), P(), P("dp"), P()), out_specs=P("dp"))
-    assert len(pallas_kernels(jax.make_jaxpr(run)(*shapes).jaxpr)) == kernels
+    kernels = equations_named(jax.make_jaxpr(run)(*shapes).jaxpr, "pallas_call")
+    found = [one.outvars[0].aval.shape for one in kernels]
+    assert len(found) == 4 and found.count((384, 128)) == tokens_last
 
 
 PLACES_OF_ONE_LAYER = [

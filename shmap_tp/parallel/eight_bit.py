@@ -60,7 +60,7 @@ class Format(NamedTuple):
     kernel: bool | None = None
     """Whether the kernel that rounds activations is interpreted; None: XLA rounds them."""
     in_pieces: bool = False
-    """Whether it is transposed where it is multiplied, piece by piece, and not by the kernel."""
+    """Whether what is `transposed` is so piece by piece, where it is multiplied (gradient rings), not by the kernel."""
     stochastic: bool = False
     """Whether gradients are rounded stochastically."""
 

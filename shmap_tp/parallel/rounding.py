@@ -8,10 +8,10 @@ XLA for TPU reads x once for the scales and once more to round it, and transpose
 pass.  The kernel reads a tile of whole rows, or of whole columns, and can write columns with T as the last dim of
 memory: v5e and v5p sum over tokens faster so (docs/performance-notes.md).  The plain version is `rounded`.
 
-To the nearest number, or stochastically: of the two numbers of the format around a value, each with a probability that
-makes the mean the value.  The random number of an element is a hash of two, one of its token and one of its feature, so
-that it is the same wherever the element is computed.  Gupta et al. 2015, "Deep Learning with Limited Numerical
-Precision", section 3, https://arxiv.org/abs/1502.02551
+A value is rounded to the nearest number of the format, or stochastically to one of the two around it, each with a
+probability that makes the mean the value.  The random number of an element is a hash of two, one of its token and one
+of its feature, so that it is the same wherever the element is computed.  Gupta et al. 2015, "Deep Learning with Limited
+Numerical Precision", section 3, https://arxiv.org/abs/1502.02551
 """
 
 from functools import reduce
@@ -36,7 +36,7 @@ PART = 1024
 
 
 class Noise(NamedTuple):
-    """The random numbers of x[B T F] that is rounded stochastically."""
+    """The random numbers by which x[B T F] is rounded stochastically: one of each token and one of each feature."""
 
     tokens: UInt32[Array, "B T 1"]
     features: UInt32[Array, "1 1 F"]
@@ -51,7 +51,8 @@ def rounded(
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
     """(values, scale), x ~ values x scale: one scale for all elements along `dims`, whose size in it is 1, so that the
     largest becomes the largest number of `dtype`, unless the scale would be below the least normal one.  What is all 0
-    stays so; what is not finite has such a scale.  Without `noise` to the nearest number, with it stochastically.
+    stays so; what is not finite has such a scale.  Values are rounded to the nearest number,
+    with `noise` stochastically.
 
     Communication  one maximum over `axes`, those which shard `dims` under shard_map.
     """
@@ -68,7 +69,7 @@ def scale_of(largest: Array, dtype: DTypeLike) -> Array:
 
 
 def divided(x: Array, scale: Array, dtype: DTypeLike, noise: Noise | None = None) -> Array:
-    """x / scale as numbers of `dtype`, or for float8 to the nearest as those that are rounded to them, in 32 bits."""
+    """x / scale in 32 bits, rounded to numbers of `dtype`; float8 without `noise` is left to the conversion."""
     scaled, is_integer = x.astype(scale.dtype) / scale, jnp.issubdtype(dtype, jnp.integer)
     if noise is None:
         return jnp.round(scaled) if is_integer else scaled

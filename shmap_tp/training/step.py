@@ -118,14 +118,16 @@ def loss_and_gradients(
     local, untrained = eqx.partition(whole, of_gradient(is_trained, whole))
     counted, tokens = objective.counted(batch), all_tokens(batch) if tokens is None else tokens
 
-    def forward(batch: Batch, number: Array | None = None) -> tuple[Array, Any, LossParts]:
+    def forward(batch: Batch, number: Array | None) -> tuple[Array, Any, LossParts]:
         def of_trained(trained: Transformer) -> tuple[Array, LossParts]:
             return objective(eqx.combine(trained, with_other_noise(untrained, number)), batch, counted, tokens)
 
         return jax.vjp(of_trained, local, has_aux=True)
 
+    is_random = any(map(has_noise, jax.tree.leaves(whole, is_leaf=has_noise)))
+    numbers = jnp.arange(len(batch.inputs)) if is_random else None
     if batch.inputs.shape[0] == 1:  # no accumulation: it would read zeros
-        value, pull, parts = forward(microbatch(batch, 0))
+        value, pull, parts = forward(microbatch(batch, 0), numbers[0] if is_random else None)
         (gradients,) = pull(jnp.ones_like(value))
     else:
         # The transpose of the layer scan adds each layer's gradient to its total in place, without a stack of gradients
@@ -137,8 +139,7 @@ def loss_and_gradients(
             pull.with_refs(totals)(jnp.ones_like(value))
             return None, parts
 
-        is_random = any(map(has_noise, jax.tree.leaves(whole, is_leaf=has_noise)))
-        _, of_each = lax.scan(accumulate, None, (batch, jnp.arange(len(batch.inputs)) if is_random else None))
+        _, of_each = lax.scan(accumulate, None, (batch, numbers))
         parts = jax.tree.map(lambda x: jnp.sum(x, axis=0), of_each)
         gradients = jax.tree.map(jax.freeze, totals)
     with jax.named_scope("dp_gradient_reduction"):

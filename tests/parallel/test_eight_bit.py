@@ -335,6 +335,32 @@ def test_only_stochastic_rounding_depends_on_the_step_and_the_microbatch(roundin
     assert (first != later, first != swapped) == (rounding == STOCHASTIC,) * 2
 
 
+def test_a_single_microbatch_is_rounded_by_the_random_numbers_of_the_first():
+    """The second of two microbatches has no targets that count, so that it adds nothing."""
+    two, one = (
+        program((1, 1), INT8, f"train.matmul_rounding=stochastic {more}") for more in ("", "train.microbatches=1")
+    )
+    (tokens,) = two.batch(0)
+    alone, rows = one.made.tokens.shape[1], tokens.shape[1]
+    both = jnp.stack([tokens[0], ~tokens[1]])
+    first = jnp.concatenate([tokens[0], ~tokens[0]])[None, :alone]
+    assert alone == 2 * rows
+    norms = [
+        float(each.compiled(each.placed(each.initial), x)[1]["grad_norm"]) for each, x in ((two, both), (one, first))
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_in_gradient_rings_is_as_close_as_to_the_nearest():
+    settings = "train.matmul_rounding=stochastic"
+    found, wanted = (
+        program(shape, INT8, f"{settings} {more}").train(30).losses
+        for shape, more in (((4, 2), "mesh.zero=fsdp mesh.fsdp_gradients=ring"), ((1, 1), ""))
+    )
+    assert largest_difference(found, wanted) < ROUNDING
+
+
 @pytest.mark.parametrize(("shape", "settings"), PLACES)
 def test_the_loss_curve_in_eight_bits_is_the_same_on_every_mesh(shape, settings):
     found = program(shape, INT8, settings).train(30).losses

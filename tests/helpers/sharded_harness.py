@@ -137,3 +137,8 @@ def compare(case: Case, shape: tuple[int, int], precision: str, *, gradients: bo
     assert all(array.dtype == precision for array in jax.tree.leaves(found))
     wanted = expected(case)
     assert_close(found, {name: wanted[name] for name in found}, RELATIVE[precision])
+
+
+def on_one_device(function: Callable[..., Any], *arrays: Any) -> Any:
+    """function(*arrays), under shard_map, as kernels are called."""
+    return jax.jit(jax.shard_map(function, mesh=mesh((1, 1)), in_specs=P(), out_specs=P()))(*arrays)

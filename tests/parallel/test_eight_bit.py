@@ -1,4 +1,4 @@
-"""Products in eight bits: their rounding, the gradients of a block beside float64, one curve on every mesh, and what is
+"""Products in eight bits: the gradients of a block beside float64, one curve on every mesh, and what is
 communicated."""
 
 from dataclasses import replace
@@ -20,11 +20,10 @@ from shmap_tp.model.sharded_model import eight_bit_weights
 from shmap_tp.parallel import eight_bit
 from shmap_tp.parallel.collectives import mark_varying
 from shmap_tp.parallel.context_parallel import own_chunks, row_order
-from shmap_tp.parallel.eight_bit import FORMATS, EightBit, Noise, in_eight_bits, rounded, select_format
+from shmap_tp.parallel.eight_bit import FORMATS, EightBit, in_eight_bits, rounded, select_format
 from shmap_tp.parallel.fsdp import gather, gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, make_mesh, token_axes
 from shmap_tp.parallel.partitioning import partition_specs
-from shmap_tp.parallel.rounding import divided
 from shmap_tp.parallel.weights import Ring, RingSide, WeightLayout
 from shmap_tp.plan.ledger import Operation
 from tests.helpers.assertions import by_path
@@ -32,88 +31,12 @@ from tests.helpers.communication_rules import tally
 from tests.helpers.jaxprs import equations_named
 from tests.helpers.layer_cases import MODES, block
 from tests.helpers.model_fixtures import mesh, mesh_config, shapes_of
-from tests.helpers.sharded_harness import Case, cotangent_of, expected, on_mesh
+from tests.helpers.sharded_harness import Case, cotangent_of, expected, on_mesh, on_one_device
 from tests.helpers.step_fixtures import Program, largest_difference, step_config
 
 INT8, FP8 = MatmulPrecision.int8, MatmulPrecision.fp8
 NEAREST, STOCHASTIC = MatmulRounding
 slow = partial(pytest.param, marks=pytest.mark.slow)
-formats = pytest.mark.parametrize("precision", [INT8, FP8])
-
-
-@formats
-def test_each_row_uses_all_of_the_format_and_is_rounded_to_the_nearest(precision):
-    x = np.random.default_rng(0).normal(size=(3, 5, 40)).astype(np.float32) * 10.0 ** np.arange(-2, 3)[None, :, None]
-    x[0, 2] = 0
-    values, scale = rounded(jnp.asarray(x), (2,), FORMATS[precision].values)
-    found, size = np.asarray(values, np.float32), np.abs(x).max(2, keepdims=True)
-    most = {INT8: 127, FP8: 448}[precision]
-    assert (np.abs(found).max(2, keepdims=True) == np.where(size > 0, most, 0)).all()
-    half_a_step = 0.5 / 127 * size if precision == INT8 else np.maximum(np.abs(x) / 16, size / 448 / 2**10)
-    assert (np.abs(found * scale - x) <= 1.001 * half_a_step).all()
-
-
-@formats
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_number_that_is_not_finite_is_not_hidden_by_rounding(precision, bad):
-    values, scale = rounded(jnp.asarray([[1.0, bad], [1.0, 2.0]]), (1,), FORMATS[precision].values)
-    product = values.astype(jnp.float32).sum(1, keepdims=True) * scale
-    assert np.isfinite(product).tolist() == [[False], [True]]
-
-
-@formats
-@pytest.mark.parametrize("largest", [2e-38, 1e-36, 1e-35])
-def test_a_row_of_the_smallest_numbers_is_rounded_to_finite_ones(precision, largest):
-    values, scale = rounded(jnp.full((1, 2), largest), (1,), FORMATS[precision].values)
-    assert np.abs(values.astype(jnp.float32) * scale - largest).max() <= max(0.07 * largest, 1.2e-38)
-
-
-def on_one_device(function, *arrays):
-    """function(*arrays), under shard_map, as kernels are called."""
-    return jax.jit(jax.shard_map(function, mesh=mesh((1, 1)), in_specs=P(), out_specs=P()))(*arrays)
-
-
-@formats
-def test_a_stochastic_rounding_is_right_on_average_and_never_leaves_the_format(precision):
-    """It gives one of the two numbers around a value, and the largest one also where a quotient is inexact."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2000, 1, 40)), jnp.float32)
-    x, to = x.at[:, :, :8].set(x[:1, :, :8]).at[:, :, 8].set(9), FORMATS[precision].values
-    words = jax.random.bits(jax.random.key(0), (2040,))
-    noise = Noise(words[:2000].reshape(-1, 1, 1), words[2000:].reshape(1, 1, -1))
-    (values, scale), (nearest, _) = (rounded(x, (2,), to, (), each) for each in (noise, None))
-    found, exact, near = (np.asarray(a, np.float32) for a in (values, x / scale, nearest))
-    step = 1 if precision == INT8 else np.maximum(2.0 ** np.floor(np.log2(np.abs(exact))) / 8, 2.0**-9)
-    assert (np.abs(found - exact) < step).all()
-    bias, bias_of_nearest = (np.abs(((a - exact) / step)[:, 0, :8].mean(0)) for a in (found, near))
-    assert bias.max() < 4 * 0.5 / 2000**0.5 < bias_of_nearest.max()
-    most = jnp.full((2000, 1, 200), jnp.float32(np.abs(found).max()))
-    noise = Noise(noise.tokens, jax.random.bits(jax.random.key(1), (1, 1, 200)))
-    assert (divided(most, jnp.float32(1 - 2.0**-18), to, noise) == most).all()
-
-
-@formats
-@pytest.mark.parametrize("noise", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "by_feature", "transposed"),
-    [((2, 1024, 128), True, True), ((2, 1024, 128), True, False), ((1, 128, 2048), False, True)],
-)
-def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_feature, transposed, noise):
-    """In several parts, which share a scale."""
-    random = np.random.default_rng(0)
-    words = [jnp.asarray(random.integers(2**32, size=n), jnp.uint32) for n in ((*shape[:2], 1), (1, 1, shape[2]))]
-    x = jnp.asarray(random.normal(size=shape), jnp.bfloat16).at[:, :, 3].set(0)
-    factor = jnp.asarray(random.uniform(0.5, 2, (*shape[:2], 1) if by_feature else (1, 1, shape[2])), jnp.float32)
-    found, plain = (
-        on_one_device(
-            lambda x, factor, *words, to=to: jax.tree.leaves(
-                to.round(x, factor, by_feature, Noise(*words) if noise else None)
-            ),
-            *(x, factor, *words),
-        )
-        for to in (FORMATS[precision]._replace(kernel=True, transposed=transposed), FORMATS[precision])
-    )
-    for one, other in zip(found, plain, strict=True):
-        assert one.shape == other.shape and one.dtype == other.dtype and (one == other).all()
 
 
 @pytest.mark.parametrize("kind", [Kind.column, Kind.row, Kind.heads])

@@ -84,7 +84,7 @@ def _watch_equation(equation: core.JaxprEqn, operands: list[Any], scope: str) ->
     visit, params, primitive = Visit(equation, scope, 0, 1, None), equation.params, equation.primitive
     inside = any(each.axes for body in bodies(params) for each in equations(body))
     if inside and visit.name == "scan":
-        return _watch_scan(params, operands, visit.scope)
+        return _watch_scan(equation, operands, visit.scope)
     if inside and "jaxpr" in params:  # of jit and of jax.checkpoint
         body = params["jaxpr"]
         body, constants = (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, [])
@@ -106,13 +106,17 @@ def _watch_equation(equation: core.JaxprEqn, operands: list[Any], scope: str) ->
     return results, places, _fingerprints([*operands, *results])
 
 
-def _watch_scan(params: dict[str, Any], operands: list[Any], scope: str) -> Watched:
-    body, consts, carried = params["jaxpr"], params["num_consts"], params["num_consts"] + params["num_carry"]
+def _watch_scan(equation: core.JaxprEqn, operands: list[Any], scope: str) -> Watched:
+    params, body = equation.params, equation.params["jaxpr"]
     places: list[str] = []
+    # what is not stacked along the iterations is constant or carried; the parameters that count these depend on jax
+    pairs = (equation.invars, body.jaxpr.invars), (equation.outvars, body.jaxpr.outvars)
+    carried, returned = (sum(x.aval.ndim == one.aval.ndim for x, one in zip(*each, strict=True)) for each in pairs)
+    consts = carried - returned
 
     def iteration(carry: list[Any], x: list[Any]) -> tuple[list[Any], tuple[list[Any], Array]]:
         results, places[:], found = _watch(body.jaxpr, body.consts, [*operands[:consts], *carry, *x], scope)
-        return results[: carried - consts], (results[carried - consts :], found)
+        return results[:returned], (results[returned:], found)
 
     carry, (stacked, found) = lax.scan(
         iteration, operands[consts:carried], operands[carried:], params["length"], params["reverse"], params["unroll"]

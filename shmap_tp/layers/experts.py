@@ -41,6 +41,7 @@ from shmap_tp.layers.grouped_matmul import GroupedMatmul
 from shmap_tp.layers.mlp import GATES, MLPS, Gate, MlpLayer
 from shmap_tp.parallel.collectives import all_reduce, mark_varying, varying_axes
 from shmap_tp.parallel.context_parallel import own_chunks
+from shmap_tp.parallel.eight_bit import EightBit
 from shmap_tp.parallel.mesh import EP, MP, Role, axes_of, ranks
 from shmap_tp.parallel.partitioning import ParameterKind, param
 
@@ -281,9 +282,10 @@ def _products(
     multiply: GroupedMatmul, x_RD: Array, layers: tuple[ExpertMatrices, ...], sizes_E: Array
 ) -> tuple[Array, ...]:
     """x times the matrices of each layer."""
-    weights = (layer.weight.astype(x_RD.dtype) for layer in layers)
-    x_RD, sizes_E, *weights = _varying_alike(x_RD, sizes_E, *weights)
-    return multiply(x_RD, tuple(weights), sizes_E)
+    weights = (layer.weight for layer in layers)
+    weights = tuple(w if isinstance(w, EightBit) else w.astype(x_RD.dtype) for w in weights)
+    operands, structure = jax.tree.flatten((x_RD, weights, sizes_E))
+    return multiply(*jax.tree.unflatten(structure, _varying_alike(*operands)))
 
 
 def rows_of_a_token(config: ModelConfig, mesh: MeshConfig) -> float:

@@ -144,32 +144,35 @@ def held_in(shapes: Transformer, dtype: DTypeLike, *, int8: bool = False) -> Tra
 
 
 def eight_bit_weights(model: Any, stored: Any, trained: Any, to: Format | None, seed: int = 0) -> Any:
-    """A tree like the parameters (arrays or shapes): for each sharded matrix that a linear layer multiplies with, a
-    function that rounds it to eight bits, as this device stores it, in a step whose number is given, and None for the
-    rest; None alone if `to` is None.  `stored` are the PartitionSpecs, and `trained` says which are.  Random numbers
-    for gradients that are rounded stochastically depend on `seed`, the step, the matrix and the layer."""
+    """A tree like the parameters (arrays or shapes): for each sharded matrix that a linear layer multiplies with, and
+    for those of experts, a function that rounds it to eight bits, as this device stores it, in a step whose number is
+    given, and None for the rest; None alone if `to` is None.  `stored` are the PartitionSpecs, and `trained` says which
+    are.  Random numbers for gradients that are rounded stochastically depend on `seed`, the step, the matrix and the
+    layer."""
     if to is None:
         return None
 
     def of(path: tuple, leaf: Any, spec: P, is_trained: bool) -> Callable[[Array], EightBit] | None:
         declared = declaration(model, path)
-        if not (declared.by_linear and any(declared.axes)) or is_factor(path):
+        of_experts = declared.kind == ParameterKind.experts and to.grouped
+        if not ((declared.by_linear or of_experts) and any(declared.axes)) or is_factor(path):
             return None
-        axes = tuple(axis for dim in declared.inputs for axis in spec_axes(spec[dim]))
-        shape = tuple(1 if dim in declared.inputs else leaf.shape[dim] for dim in range(-leaf.ndim, 0))
+        dims = (-2, -1) if of_experts else declared.inputs
+        axes = tuple(axis for dim in dims for axis in spec_axes(spec[dim]))
+        shape = tuple(1 if dim in dims else leaf.shape[dim] for dim in range(-leaf.ndim, 0))
 
         def random(step: int | Array) -> Array:
             key = jax.random.fold_in(jax.random.key(seed), step)
             numbers = jax.random.bits(jax.random.fold_in(key, crc32(path_name(path).encode())), shape)
             for dim, entry in enumerate(spec, -leaf.ndim):
-                is_sharded = spec_axes(entry) and dim not in declared.inputs
+                is_sharded = spec_axes(entry) and dim not in dims
                 numbers = local_shard(numbers, spec_axes(entry), dim) if is_sharded else numbers
             return numbers
 
         def round_weight(w: Array, step: int | Array) -> EightBit:
-            values, scale = rounded(lax.stop_gradient(w), declared.inputs, to.values, axes)
+            values, scale = rounded(lax.stop_gradient(w), dims, to.values, axes)
             numbers = random(step) if to.stochastic else None
-            return EightBit(values, scale, w if is_trained else None, to, declared.inputs, numbers)
+            return EightBit(values, scale, w if is_trained else None, to, dims, numbers)
 
         return round_weight
 

@@ -19,6 +19,8 @@ that its bits are the same on every mesh.  The scale of an activation is that of
 device: no product communicates.  So where the dim that is summed over is sharded, the product differs from that of
 another mesh by the rounding of an activation to eight bits (docs/precision.md).
 
+Rows of experts are multiplied so, too, but for dw, with one scale for each matrix (`layers/grouped_matmul.py`).
+
 A device without units for the format multiplies the same numbers in wider ones: int8 exactly, float8 in float32.
 
 int8: Jacob et al. 2018, "Quantization and Training of Neural Networks", section 2.3, https://arxiv.org/abs/1712.05877
@@ -28,7 +30,7 @@ https://arxiv.org/abs/2209.05433
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -44,7 +46,7 @@ from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.parallel.collectives import all_gather, mark_varying, reduce_scatter, varying_axes
 from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, ranks
-from shmap_tp.parallel.rounding import Noise, mixed, rounded, rounded_in_one_pass, suits
+from shmap_tp.parallel.rounding import Noise, divided, mixed, rounded, rounded_in_one_pass, scale_of, suits
 
 
 class Format(NamedTuple):
@@ -63,6 +65,9 @@ class Format(NamedTuple):
     """Whether what is `transposed` is so piece by piece, where it is multiplied (gradient rings), not by the kernel."""
     stochastic: bool = False
     """Whether gradients are rounded stochastically."""
+    grouped: bool = True
+    """Whether experts multiply in eight bits, too: not with stochastic rounding, on a v4, whose kernels cannot, nor on
+    GPUs."""
 
     def round(
         self,
@@ -72,13 +77,30 @@ class Format(NamedTuple):
         noise: Noise | None = None,
     ) -> "Rounded":
         """x * factor, in x's dtype, with a scale for each token, or for each feature; with `noise` stochastically."""
-        if self.kernel is not None and suits(x, by_feature):
+        if self.kernel is not None and suits((x,), by_feature):
             transposes = self.transposed and by_feature and not self.in_pieces
-            found = rounded_in_one_pass(self.kernel, x, factor, by_feature, transposes, self.values, noise)
-            return Rounded(*found, self._replace(transposed=self.transposed and not transposes))
+            how = by_feature, transposes, self.values, noise
+            (values,), scale = rounded_in_one_pass(self.kernel, (x,), (factor,), *how)
+            return Rounded(values, scale, self._replace(transposed=self.transposed and not transposes))
         x = x if factor is None else _scaled(x, factor).astype(x.dtype)
         noise = noise and Noise(_like(x, noise.tokens), noise.features.reshape(1, 1, *x.shape[2:]))
         return Rounded(*rounded(x, (0, 1) if by_feature else _features(x), self.values, (), noise), self)
+
+    def round_rows(
+        self, xs: tuple[Float[Array, "R _"], ...], factors: tuple[Float[Array, "R 1"], ...]
+    ) -> tuple[tuple[Shaped[Array, "R _"], ...], Float[Array, "R 1"]]:
+        """(values of each x, scale), x * its factor ~ values x scale: one scale for a row of all x."""
+        if len(xs) == 1:
+            found = self.round(xs[0][None])
+            return (found.values[0],), found.scale[0] * factors[0].astype(found.scale.dtype)
+        xs = tuple(x[None] for x in xs)
+        if self.kernel is not None and suits(xs, False):
+            values, scale = rounded_in_one_pass(self.kernel, xs, factors, False, False, self.values)
+        else:
+            xs = [_scaled(x, factor[None]).astype(x.dtype) for x, factor in zip(xs, factors, strict=True)]
+            scale = scale_of(reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=2, keepdims=True) for x in xs)), self.values)
+            values = tuple(divided(x, scale, self.values).astype(self.values) for x in xs)
+        return tuple(found[0] for found in values), scale[0]
 
 
 FORMATS = {
@@ -92,10 +114,12 @@ def select_format(precision: MatmulPrecision, rounding: MatmulRounding, device: 
     if precision not in FORMATS:
         return None
     made = generation(device.device_kind)
+    can_group = device.device_kind == "cpu" or (made is not None and made.platform != "v4")
     return FORMATS[precision]._replace(
         transposed=made is not None and made.platform in ("v5e", "v5"),  # libtpu 0.0.42 (docs/performance-notes.md)
         kernel=False if made is not None and made.has_kernels else None,
         stochastic=rounding == MatmulRounding.stochastic,
+        grouped=can_group and rounding != MatmulRounding.stochastic,
     )
 
 

@@ -14,7 +14,7 @@ of its feature, so that it is the same wherever the element is computed.  Gupta 
 Numerical Precision", section 3, https://arxiv.org/abs/1502.02551
 """
 
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -99,72 +99,79 @@ def _most(dtype: DTypeLike) -> float:
     return float((jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).max)
 
 
-def suits(x: Array, by_feature: bool) -> bool:
-    """Whether the kernel rounds x."""
-    if x.ndim != 3:
+def suits(xs: tuple[Array, ...], by_feature: bool) -> bool:
+    """Whether the kernel rounds all x."""
+    if any(x.ndim != 3 for x in xs):
         return False
-    tokens, features = x.shape[0] * x.shape[1], x.shape[2]
-    is_whole = tokens % COLUMNS == 0 and features % COLUMNS == 0
+    tokens, features = xs[0].shape[0] * xs[0].shape[1], sum(x.shape[2] for x in xs)
+    is_whole = tokens % COLUMNS == 0 and all(x.shape[2] % COLUMNS == 0 for x in xs)
     return is_whole and (tokens * COLUMNS <= TILE if by_feature else features * ROWS[-1] <= 2 * TILE)
 
 
 def rounded_in_one_pass(
     interpret: bool,
-    x_BTF: Float[Array, "B T F"],
-    factor: Array | None,
+    xs: tuple[Float[Array, "B T _"], ...],
+    factors: tuple[Array | None, ...],
     by_feature: bool,
     transposes: bool,
     dtype: DTypeLike,
     noise: Noise | None = None,
-) -> tuple[Shaped[Array, "B T F"], Float[Array, "..."]]:
-    """`rounded` of x * factor, in x's dtype: a scale for each feature, and a factor for each token; or the reverse.
-    `transposes`: those with a scale for each feature are stored with T as the last dim.
+) -> tuple[tuple[Shaped[Array, "B T _"], ...], Float[Array, "..."]]:
+    """`rounded` of each x * its factor, in its dtype, and a factor for each token or each feature: a scale for each
+    feature of one x, or one for each token of all.  `transposes`: what has a scale for each feature is stored with T as
+    the last dim.  `noise`: of one x.
 
     Communication: none.  Not to be differentiated."""
-    x_NF = x_BTF.reshape(-1, x_BTF.shape[2])
-    (tokens, features), axis = x_NF.shape, 1 - by_feature  # the dim along which elements share a scale
-    length = x_NF.shape[axis]
-    size = COLUMNS if by_feature else next((n for n in ROWS if n * length <= TILE and tokens % n == 0), ROWS[-1])
-    part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
-    order = -1 if by_feature and transposes else 1
+    shape, xs_NF, tiled = xs[0].shape, [x.reshape(-1, x.shape[2]) for x in xs], int(by_feature)
+    tokens, features = len(xs_NF[0]), sum(x.shape[1] for x in xs_NF)
+    fits = (n for n in ROWS if n * features <= TILE and tokens % n == 0)
+    size, order = COLUMNS if by_feature else next(fits, ROWS[-1]), -1 if by_feature and transposes else 1
 
-    def kernel(x: Any, factor: Any, *refs: Any) -> None:
-        *random, values, scale, product = refs
-        largest = []
-        slices = [pl.ds(start, part) for start in range(0, length, part)]
-        parts = [(each, slice(None)) if by_feature else (slice(None), each) for each in slices]
-        for at in parts:
-            product[at] = (x[at].astype(jnp.float32) * factor[at]).astype(x.dtype)
-            largest.append(jnp.max(jnp.abs(product[at]), axis=axis, keepdims=True))
-        scale[...] = scale_of(reduce(jnp.maximum, largest), dtype)
-        for at in parts:
-            of_part = Noise(random[0][at[0], :], random[1][:, at[1]]) if random else None
-            found = divided(product[at], scale[...], dtype, of_part)
-            values[at[::order]] = found.astype(dtype).T if order < 0 else found.astype(dtype)
+    def along(shape: tuple[int, int], dim: int = tiled) -> pl.BlockSpec:
+        """Tiles of an array of this shape, one after the other along `dim`; where that is 1 the array."""
+        tiles = [dim == other and shape[dim] > 1 for other in (0, 1)]
+        tile = tuple(size if is_tiled else n for is_tiled, n in zip(tiles, shape, strict=True))
+        return pl.BlockSpec(tile, lambda i: tuple(i * is_tiled for is_tiled in tiles))
 
-    def along(shape: tuple[int, int], dim: int | None) -> pl.BlockSpec:
-        """Tiles of an array of this shape, one after the other along `dim`; with None the array."""
-        tile = tuple(size if dim == other else n for other, n in enumerate(shape))
-        return pl.BlockSpec(tile, lambda i: tuple(i * (dim == other) for other in (0, 1)))
-
-    of_tokens, of_features, stored = (tokens, 1), (1, features), x_NF.shape[::order]
-    taken, given = (of_tokens, of_features) if by_feature else (of_features, of_tokens)
-    random = [] if noise is None else [noise.tokens.reshape(of_tokens), noise.features.reshape(of_features)]
-    of_random = [along(of_tokens, None if by_feature else 0), along(of_features, 1 if by_feature else None)]
-    size_of_all = x_NF.size * (x_NF.itemsize + 1)
-    size_of_all += 4 * (features + COLUMNS * tokens) * (1 + len(random) // 2)  # of [tokens 1] whole tiles
+    taken = [jnp.ones((1, 1)) if factor is None else factor.reshape(-1, factor.shape[-1]) for factor in factors]
+    random = [] if noise is None else [noise.tokens.reshape(tokens, 1), noise.features.reshape(1, features)]
+    given, stored = (1, features) if by_feature else (tokens, 1), [x.shape[::order] for x in xs_NF]
+    scratch = [(tokens, size) if by_feature else (size, x.shape[1]) for x in xs_NF]
+    size_of_all = sum(x.size * (x.itemsize + 1) for x in xs_NF)
+    size_of_all += 4 * (features + COLUMNS * tokens) * (2 * len(xs) - 1 + len(random) // 2)  # of [tokens 1] whole tiles
     run = pl.pallas_call(
-        kernel,
-        grid=(x_NF.shape[by_feature] // size,),
-        in_specs=[along(x_NF.shape, int(by_feature)), along(taken, None), *of_random[: len(random)]],
-        out_specs=[along(stored, int(by_feature) if order > 0 else 0), along(given, int(by_feature))],
-        out_shape=[jax.ShapeDtypeStruct(stored, dtype), jax.ShapeDtypeStruct(given, jnp.float32)],
-        scratch_shapes=[pltpu.VMEM((tokens, size) if by_feature else (size, features), x_NF.dtype)],
+        partial(_round_tile, len(xs), 1 - by_feature, order, dtype),
+        grid=(xs_NF[0].shape[tiled] // size,),
+        in_specs=[along(x.shape) for x in (*xs_NF, *taken, *random)],
+        out_specs=[*(along(shape, tiled if order > 0 else 0) for shape in stored), along(given)],
+        out_shape=[*(jax.ShapeDtypeStruct(shape, dtype) for shape in stored), jax.ShapeDtypeStruct(given, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(shape, x.dtype) for shape, x in zip(scratch, xs_NF, strict=True)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size_of_all),
         interpret=interpret,
     )
-    factor = jnp.ones(taken) if factor is None else factor.reshape(taken)
-    values, scale = without_vma_check(run, x_NF, factor, *random)
-    values = values.T if order < 0 else values
-    return values.reshape(x_BTF.shape), scale.reshape((1, 1, -1) if by_feature else (*x_BTF.shape[:2], 1))
+    *values, scale = without_vma_check(run, *xs_NF, *taken, *random)
+    values = tuple((found.T if order < 0 else found).reshape(x.shape) for found, x in zip(values, xs, strict=True))
+    return values, scale.reshape((1, 1, -1) if by_feature else (*shape[:2], 1))
+
+
+def _round_tile(count: int, axis: int, order: int, dtype: DTypeLike, *refs: Any) -> None:
+    """One tile of each of so many x, in parts along `axis`, the dim along which all elements share a scale."""
+    (xs, factors), (*random, scale) = (refs[:count], refs[count : 2 * count]), refs[2 * count : -count]
+    products, values, random = refs[-count:], random[-count:], random[:-count]
+
+    def parts(length: int) -> list[tuple]:
+        part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
+        each = [pl.ds(start, part) for start in range(0, length, part)]
+        return [(slice(None), one) if axis else (one, slice(None)) for one in each]
+
+    places, largest = [(i, at) for i, x in enumerate(xs) for at in parts(x.shape[axis])], []
+    for i, at in places:
+        factor = factors[i][at if factors[i].shape[axis] > 1 else ...]
+        products[i][at] = (xs[i][at].astype(jnp.float32) * factor).astype(xs[i].dtype)
+        largest.append(jnp.max(jnp.abs(products[i][at]), axis=axis, keepdims=True))
+    scale[...] = scale_of(reduce(jnp.maximum, largest), dtype)
+    for i, at in places:
+        of_part = Noise(random[0][at[0], :], random[1][:, at[1]]) if random else None
+        found = divided(products[i][at], scale[...], dtype, of_part).astype(dtype)
+        values[i][at[::order]] = found.T if order < 0 else found

@@ -3,8 +3,8 @@
 compiler's estimate   estimated cycles / clock
 Pallas kernels        FLOPs / (KERNEL_EFFICIENCY x peak), or bytes / memory bandwidth if that is longer, as the kernel
                       declares them; splash attention declares none, so its blocks are counted (`splash_flops`)
-grouped matmuls       also Pallas kernels: FLOPs / (GROUPED_EFFICIENCY x peak), or bytes / memory bandwidth, for the
-                      tiles that are computed (`grouped_tiles`)
+grouped matmuls       also Pallas kernels: FLOPs / (GROUPED_EFFICIENCY x peak), of the dtype of their operands, or
+                      bytes / memory bandwidth, for the tiles that are computed (`grouped_tiles`)
 no estimate           bytes read and written / memory bandwidth
 """
 
@@ -24,6 +24,10 @@ docs/performance-notes.md for where the number comes from."""
 
 GROUPED_EFFICIENCY = 0.7
 """The same of grouped matmuls, whose waiting for memory is counted besides."""
+GROUPED_EFFICIENCY_EIGHT_BIT = 0.6
+"""The same where the operands have eight bits, of that peak."""
+EIGHT_BIT = {"s8": "int8", "f8e4m3fn": "fp8"}
+"""Formats by their names in a module."""
 
 SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Matmuls per block.  fwd: scores, values.  dq: scores, dp, dq.  dkv: scores, dv, dp, dk; and dq where the kernel also
@@ -51,7 +55,13 @@ def kernel_seconds(instruction: Instruction, device: DeviceFigures, chosen_share
     if tiles is None:
         return max(flops / (KERNEL_EFFICIENCY * device.flops), declared / device.memory_rate)
     size = (declared - tiles.declared) * tiles.of_visits + tiles.read
-    return max(flops * tiles.of_shapes / (GROUPED_EFFICIENCY * device.flops), size / device.memory_rate)
+    peak = grouped_peak(device.flops, device.eight_bit.get(EIGHT_BIT.get(tiles.dtype, "")))
+    return max(flops * tiles.of_shapes / peak, size / device.memory_rate)
+
+
+def grouped_peak(flops: float, eight_bit: float | None) -> float:
+    """FLOP/s assumed of a grouped matmul, by the device's peak, and by that of eight bits if it multiplies these."""
+    return GROUPED_EFFICIENCY * flops if eight_bit is None else GROUPED_EFFICIENCY_EIGHT_BIT * eight_bit
 
 
 def kernel_flops(instruction: Instruction) -> float:
@@ -76,6 +86,8 @@ class GroupedTiles(NamedTuple):
     """Bytes that it declares for matrices which stay in vector memory: one for each tile of rows."""
     read: float = 0.0
     """Bytes that it reads of these matrices: one for each group."""
+    dtype: str = "bf16"
+    """The dtype of its operands, as XLA prints it."""
 
 
 def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles | None:
@@ -90,21 +102,22 @@ def grouped_tiles(instruction: Instruction, chosen_share: float) -> GroupedTiles
         return None
     operands = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", instruction.attributes)[1]
     ends, visits, *_ = (int(size) for size in re.findall(r"s32\[(\d+)\]", operands))
-    (bits, *_), *_ = arrays = re.findall(r"(?:bf|f)(\d+)\[([\d,]+)\]", operands)
+    arrays = [found for found in ARRAY.findall(operands) if "," in found[2]]
+    (dtype, bits, _), out_bits = arrays[0], ARRAY.search(instruction.shape)[2]
     products = len(arrays) // 2  # of as many matrices
-    x, other = ([int(n) for n in dims.split(",")] for _, dims in (arrays[0], arrays[products]))
+    x, other = ([int(n) for n in dims.split(",")] for *_, dims in (arrays[0], arrays[products]))
     itemsize, has_matrices = int(bits) // 8, kernel[1] == "gmm"
     out = math.prod(other[1:]) // x[1] if has_matrices else other[1]
     contracted = contracted_tile(x[1], itemsize, products) if has_matrices else output_tile(x[1], itemsize)
-    sizes = (x[1], contracted), (out, output_tile(out, itemsize))
+    sizes = (x[1], contracted), (out, output_tile(out, int(out_bits) // 8))
     exceeding = math.prod((n + -n % tile) / n for n, tile in sizes)
     boundaries = ends - 2
     computed = chosen_share * (visits - boundaries) + boundaries
     of_shapes, of_visits = exceeding * computed / (visits - boundaries), computed / visits
     if not has_matrices or contracted < x[1]:
-        return GroupedTiles(of_shapes, of_visits)
+        return GroupedTiles(of_shapes, of_visits, dtype=dtype)
     matrix = products * x[1] * out * itemsize
-    return GroupedTiles(of_shapes, of_visits, visits * matrix, (ends - 1) * matrix)
+    return GroupedTiles(of_shapes, of_visits, visits * matrix, (ends - 1) * matrix, dtype)
 
 
 def splash_flops(phase: str, instruction: Instruction) -> float:

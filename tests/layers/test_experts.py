@@ -14,9 +14,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shmap_tp.layers.context import Context
-from shmap_tp.layers.grouped_matmul import contracted_tile, in_blocks, in_kernels, output_tile, ragged_dot, row_tile
+from shmap_tp.layers.grouped_matmul import (
+    GroupedMatmul,
+    contracted_tile,
+    in_blocks,
+    in_kernels,
+    output_tile,
+    ragged_dot,
+    row_tile,
+)
 from shmap_tp.layers.positions import Alibi
 from shmap_tp.parallel.collectives import all_reduce
+from shmap_tp.parallel.eight_bit import FORMATS, EightBit, rounded
 from shmap_tp.parallel.partitioning import partition_specs
 from tests.helpers.expert_cases import LOADS, experts_case, moved
 from tests.helpers.model_fixtures import mesh
@@ -65,8 +74,9 @@ def test_what_a_capacity_drops_is_counted():
     assert 0 <= found["router_entropy"] < np.log(8)
 
 
-def interpreted(x, ws, sizes):
-    return in_kernels(x, ws, sizes, True)
+interpreted = GroupedMatmul(
+    *(partial(function, interpret=True) for function in (in_kernels.multiply, in_kernels.gradient))
+)
 
 
 SIZES = [(0, 300, 1, 64), (65, 0, 0, 520), (0, 0, 0, 0), (0, 0, 1, 0), (0, 600, 0, 0), (150, 150, 150, 150)]
@@ -112,10 +122,38 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop_over_groups(mu
                 assert close(dw[e], x[group].T @ dy[group])
 
 
+@pytest.mark.parametrize("precision", list(FORMATS))
+def test_grouped_products_in_eight_bits_are_the_same_of_all_three(precision):
+    """Forward and for the gradient of rows, from two matrices.  No tile of a kernel divides 1100 features."""
+    rng, to, sizes = np.random.default_rng(0), FORMATS[precision], jnp.array([65, 0, 1, 520], jnp.int32)
+    x, dys, weights = (rng.normal(size=n).astype("float32") for n in ((600, 1100), (2, 600, 260), (2, 4, 1100, 260)))
+    rounded_weights = [rounded(jnp.asarray(w), (-2, -1), to.values) for w in weights]
+
+    def run(multiply, x, weights, dys):
+        def products(x, weights):
+            held = zip(rounded_weights, weights, strict=True)
+            return multiply(x, tuple(EightBit(*found, w, to, (-2, -1)) for found, w in held), sizes)
+
+        ys, pull = jax.vjp(products, x, weights)
+        return *ys, pull(dys)[0]
+
+    with jax.set_mesh(mesh((1, 1))):
+        tries = (
+            jax.jit(partial(run, each))(x, tuple(weights), tuple(dys)) for each in (in_blocks, ragged_dot, interpreted)
+        )
+        plain, *others = jax.device_get(list(tries))
+    close = partial(np.testing.assert_allclose, rtol=0, atol=1e-6 * 1100**0.5)
+    for other in others:
+        jax.tree.map(lambda a, b: close(a[:586], b[:586]), plain, other)
+    exact = x[:65] @ weights[0, 0]
+    assert 0.003 < np.linalg.norm(plain[0][:65] - exact) / np.linalg.norm(exact) < 0.1
+
+
 def test_tiles_cover_a_matrix_with_little_to_spare():
     assert [output_tile(size, 2) for size in (176, 1024, 1408, 5632, 14336)] == [176, 1024, 768, 512, 1024]
     assert [contracted_tile(size, 2) for size in (768, 2048, 2176, 4096)] == [768, 2048, 384, 512]
     assert [contracted_tile(size, 2, 2) for size in (768, 1024, 1408, 14336)] == [768, 1024, 128, 256]
+    assert [contracted_tile(size, 1) for size in (4096, 14336)] == [4096, 1024]
     assert [output_tile(size, 4) for size in (176, 1024, 1408)] == [176, 512, 512]
     assert [contracted_tile(size, 4) for size in (768, 1024, 2048)] == [768, 1024, 512]
     assert [row_tile(8 * rows, 8) for rows in (100, 1024, 2048, 6000)] == [128, 256, 512, 1024]

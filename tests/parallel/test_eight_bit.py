@@ -23,19 +23,16 @@ from shmap_tp.parallel.context_parallel import own_chunks, row_order
 from shmap_tp.parallel.eight_bit import FORMATS, EightBit, in_eight_bits, rounded, select_format
 from shmap_tp.parallel.fsdp import gather, gather_between_slices, place_parameters
 from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, make_mesh, token_axes
-from shmap_tp.parallel.partitioning import partition_specs
 from shmap_tp.parallel.weights import Ring, RingSide, WeightLayout
 from shmap_tp.plan.ledger import Operation
-from tests.helpers.assertions import by_path
 from tests.helpers.communication_rules import tally
+from tests.helpers.eight_bits import FP8, INT8, NEAREST, ROUNDING, STOCHASTIC, errors_of, program
 from tests.helpers.jaxprs import equations_named
 from tests.helpers.layer_cases import MODES, block
-from tests.helpers.model_fixtures import mesh, mesh_config, shapes_of
-from tests.helpers.sharded_harness import Case, cotangent_of, expected, on_mesh, on_one_device
-from tests.helpers.step_fixtures import Program, largest_difference, step_config
+from tests.helpers.model_fixtures import mesh, mesh_config
+from tests.helpers.sharded_harness import on_one_device
+from tests.helpers.step_fixtures import largest_difference
 
-INT8, FP8 = MatmulPrecision.int8, MatmulPrecision.fp8
-NEAREST, STOCHASTIC = MatmulRounding
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -151,45 +148,24 @@ OPTIONS = "block=sequential mlp=swiglu kv_heads=2 positions=rotary norm=rmsnorm 
 SHAPE = (2, 4)
 
 
-@cache
-def rounded_block(mode: str, precision: MatmulPrecision) -> Case:
-    """A block whose products are in eight bits: of every kind, with key/value heads that devices of mp share.  The
-    operands of sums over tokens are stored as for v5p."""
-    case = block(OPTIONS, MODES[mode])
-    shapes = shapes_of(case.make)
-    specs = partition_specs(shapes, dict(mesh(SHAPE).shape))
-    to = select_format(precision, NEAREST, SimpleNamespace(device_kind="TPU v5"))
-    rounding = eight_bit_weights(shapes, specs, jax.tree.map(lambda _: True, shapes), to)
-
-    def call(layer, x):
-        return case.call(in_eight_bits(rounding, layer), x)
-
-    return replace(case, call=call)
-
-
 def errors(mode: str, precision: MatmulPrecision) -> dict[str, float]:
-    """|found - expected| / |expected| of the output and of each gradient; expected is that of the dense reference in
-    float64."""
-    case = rounded_block(mode, precision)
-    params, inputs = case.arrays("float32")
-    found = jax.jit(on_mesh(case, mesh(SHAPE)))(params, inputs, cotangent_of(case))
-    found, wanted = (
-        {"out": x["out"], "dx": x["d_inputs"][0]} | by_path(x["d_params"]) for x in (found, expected(case))
-    )
-    return {name: float(np.linalg.norm(found[name] - wanted[name]) / np.linalg.norm(wanted[name])) for name in wanted}
+    """The errors of a block with products of every kind, and key/value heads that devices of mp share."""
+    return errors_of(block(OPTIONS, MODES[mode]), precision, mesh(SHAPE))
 
 
-def test_operands_are_transposed_only_where_the_products_of_a_device_ask_for_it():
+def test_operands_are_transposed_and_experts_rounded_only_where_the_products_of_a_device_ask_for_it():
     kinds = {
-        "TPU v5 lite": True,
-        "TPU v5": True,
-        "TPU v6 lite": False,
-        "TPU7x": False,
-        "NVIDIA H200": False,
-        "cpu": False,
+        "TPU v4": (False, False),
+        "TPU v5 lite": (True, True),
+        "TPU v5": (True, True),
+        "TPU v6 lite": (False, True),
+        "TPU7x": (False, True),
+        "NVIDIA H200": (False, False),
+        "cpu": (False, True),
     }
-    found = {kind: select_format(INT8, NEAREST, SimpleNamespace(device_kind=kind)).transposed for kind in kinds}
-    assert found == kinds
+    formats = {kind: select_format(INT8, NEAREST, SimpleNamespace(device_kind=kind)) for kind in kinds}
+    assert not select_format(INT8, STOCHASTIC, SimpleNamespace(device_kind="cpu")).grouped
+    assert {kind: (to.transposed, to.grouped) for kind, to in formats.items()} == kinds
 
 
 MOST = {INT8: 0.04, FP8: 0.16}
@@ -219,8 +195,6 @@ def test_scales_of_other_rows_or_columns_would_be_found(monkeypatch, rows):
 
 # The step
 
-ROUNDING = 5e-3
-"""By how much losses in eight bits differ between meshes.  Measured, jax 0.10.2: 3e-3 (bfloat16: 1.1e-3)."""
 PLACES = [
     ((2, 4), "mesh.zero=fsdp mesh.slices=2 mesh.tensor_parallel=sequence"),
     slow((8, 1), "mesh.zero=fsdp mesh.fsdp_gradients=ring"),
@@ -228,11 +202,6 @@ PLACES = [
     slow((8, 1), "mesh.zero=zero1"),
     slow((1, 8), "mesh.tensor_parallel=collective_matmul"),
 ]
-
-
-def program(shape: tuple[int, int], precision: MatmulPrecision, settings: str = "") -> Program:
-    model = "model.block=sequential model.mlp=swiglu model.kv_heads=4 model.context=8"
-    return Program(step_config(shape, *model.split(), f"train.matmul_precision={precision}", *settings.split()))
 
 
 @cache

@@ -82,3 +82,17 @@ def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_fe
     )
     for one, other in zip(found, plain, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype and (one == other).all()
+
+
+@formats
+def test_the_kernel_rounds_rows_of_several_arrays_together_as_the_plain_version_does(precision):
+    """Each with a factor for each row, and together longer than the tile that one would have."""
+    random = np.random.default_rng(0)
+    xs = tuple(jnp.asarray(random.normal(size=(128, n)), jnp.bfloat16).at[3].set(0) for n in (128, 5120))
+    factors = tuple(jnp.asarray(random.uniform(0.5, 2, (128, 1)), jnp.float32) for _ in xs)
+    (values, scale), plain = (
+        on_one_device(FORMATS[precision]._replace(kernel=kernel).round_rows, xs, factors) for kernel in (True, None)
+    )
+    jax.tree.map(np.testing.assert_array_equal, (values, scale), plain)
+    largest = jnp.max(jnp.abs(jnp.concatenate([found.astype(jnp.float32) for found in values], axis=1)), axis=1)
+    assert (largest == jnp.where(jnp.arange(128) == 3, 0, {INT8: 127, FP8: 448}[precision])).all()

@@ -12,6 +12,7 @@ from shmap_tp.plan.hlo_parser import parse_hlo
 from shmap_tp.plan.tpu import Slice, topology_devices
 from shmap_tp.plan.tpu_instructions import (
     GROUPED_EFFICIENCY,
+    GROUPED_EFFICIENCY_EIGHT_BIT,
     KERNEL_EFFICIENCY,
     grouped_tiles,
     kernel_flops,
@@ -161,6 +162,9 @@ GROUPED = {
         "gmm", "bf16[65536,768]{1,0}, bf16[65536,768]{1,0}, bf16[8,2944,768]{2,1,0}, bf16[8,2944,768]{2,1,0}",
         3072 / 2944, 2 * (71 - 8) * MATRIX,
     ),
+    "gmm of int8, with a scale for each row": (
+        "gmm", "s8[65536,768]{1,0}, s8[8,2944,768]{2,1,0}, f32[65536,1]{1,0}", 3072 / 2944, (71 - 8) * MATRIX // 2,
+    ),
     "tgmm": ("tgmm", "bf16[65536,2944]{1,0}, bf16[65536,768]{1,0}", 3072 / 2944, 0),
 }  # fmt: skip
 
@@ -171,6 +175,7 @@ def test_a_grouped_matmul_takes_the_flops_of_its_tiles_or_the_bytes_that_it_read
     kernel, operands, exceeding, not_read = GROUPED[case]
     found = run(grouped(kernel, operands, FLOPS, 1e9))
     rate = GROUPED_EFFICIENCY * DEVICES["TPU v5 lite"].flops
+    rate = GROUPED_EFFICIENCY_EIGHT_BIT * 393e12 if "s8" in operands else rate
     assert found.seconds == pytest.approx(FLOPS * exceeding * (64 + 7) / 64 / rate)
     size = 1e12 - not_read
     assert run(grouped(kernel, operands, FLOPS, 1e12)).seconds == pytest.approx(size / MEMORY_RATE, rel=1e-9)

@@ -35,6 +35,7 @@ from shmap_tp.config.choices import (
     AttentionKernel,
     Block,
     Documents,
+    MatmulRounding,
     PositionKind,
     Remat,
     SavedActivation,
@@ -59,7 +60,7 @@ from shmap_tp.plan.search.collective_seconds import (
     planned_state_bytes,
 )
 from shmap_tp.plan.targets import Target, devices_of, machine_of
-from shmap_tp.plan.tpu_instructions import GROUPED_EFFICIENCY, KERNEL_EFFICIENCY
+from shmap_tp.plan.tpu_instructions import GROUPED_EFFICIENCY, KERNEL_EFFICIENCY, grouped_peak
 
 WIDE, NARROW = 4, 2
 """Bytes of a float32 and of a bfloat16."""
@@ -215,11 +216,18 @@ def time_terms(config: Config, model: ModelConfig, every: list[LocalParameter], 
     share = all_tokens / config.mesh.mp / device.flops
     attention = _attention_flops(model) * share
     flops = flops_per_token(model) + sum(recomputed_terms(model).values())
-    matmuls = (flops + grouped_excess(model, tokens, config.mesh, device.kind)) * share - attention
+    excess = grouped_excess(model, tokens, config.mesh, device.kind)
+    matmuls = (flops + excess) * share - attention
     eight_bit = DEVICES[device.kind].eight_bit.get(config.train.matmul_precision)
     if eight_bit:
-        products = flops - 3 * forward_terms(model)["head"] - _expert_flops(model)
+        grouped = _expert_flops(model)
+        products = flops - 3 * forward_terms(model)["head"] - grouped
         matmuls -= (products * share - attention) * (1 - device.flops / eight_bit)
+        to_nearest = config.train.matmul_rounding == MatmulRounding.nearest
+        if excess and eight_bit > device.flops and to_nearest:  # of experts all but the gradients of weights
+            by_rows = grouped - 6 * model.experts_per_token * model.width * model.ffn * model.layers
+            gain = 1 - grouped_peak(device.flops, None) / grouped_peak(device.flops, eight_bit)
+            matmuls -= by_rows * (1 + excess / grouped) * share * gain
     is_chunked = model.attention == AttentionKernel.chunked
     score_bytes = WIDE * sum(_score_keys(model)) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
     passes = 1 + ROUNDING if eight_bit else 1

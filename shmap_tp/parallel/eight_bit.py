@@ -46,7 +46,7 @@ from shmap_tp.hardware.devices import Device, generation
 from shmap_tp.parallel.collectives import all_gather, mark_varying, reduce_scatter, varying_axes
 from shmap_tp.parallel.context_parallel import own_chunks
 from shmap_tp.parallel.mesh import Role, axes_of, batch_axes, ranks
-from shmap_tp.parallel.rounding import Noise, divided, mixed, rounded, rounded_in_one_pass, scale_of, suits
+from shmap_tp.parallel.rounding import Noise, divided, mixed, rounded, rounded_in_a_kernel, scale_of, suits
 
 
 class Format(NamedTuple):
@@ -80,7 +80,7 @@ class Format(NamedTuple):
         if self.kernel is not None and suits((x,), by_feature):
             transposes = self.transposed and by_feature and not self.in_pieces
             how = by_feature, transposes, self.values, noise
-            (values,), scale = rounded_in_one_pass(self.kernel, (x,), (factor,), *how)
+            (values,), scale = rounded_in_a_kernel(self.kernel, (x,), (factor,), *how)
             return Rounded(values, scale, self._replace(transposed=self.transposed and not transposes))
         x = x if factor is None else _scaled(x, factor).astype(x.dtype)
         noise = noise and Noise(_like(x, noise.tokens), noise.features.reshape(1, 1, *x.shape[2:]))
@@ -95,7 +95,7 @@ class Format(NamedTuple):
             return (found.values[0],), found.scale[0] * factors[0].astype(found.scale.dtype)
         xs = tuple(x[None] for x in xs)
         if self.kernel is not None and suits(xs, False):
-            values, scale = rounded_in_one_pass(self.kernel, xs, factors, False, False, self.values)
+            values, scale = rounded_in_a_kernel(self.kernel, xs, factors, False, False, self.values)
         else:
             xs = [_scaled(x, factor[None]).astype(x.dtype) for x, factor in zip(xs, factors, strict=True)]
             scale = scale_of(reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=2, keepdims=True) for x in xs)), self.values)

@@ -1,12 +1,13 @@
-"""Rounding to eight bits with one scale for the elements along a dim, and a kernel that does so in one pass.
+"""Rounding to eight bits with one scale for the elements along a dim, and a kernel that does so in one call.
 
 B batch, T time, F features; of one device.
 
     x[B T F]  ~  values[B T F] * scale, [B T 1] of each token, or [1 1 F] of each feature
 
 XLA for TPU reads x once for the scales and once more to round it, and transposes what is rounded by feature in another
-pass.  The kernel reads a tile of whole rows, or of whole columns, and can write columns with T as the last dim of
-memory: v5e and v5p sum over tokens faster so (docs/performance-notes.md).  The plain version is `rounded`.
+pass.  The kernel reads a tile of whole rows, or of whole columns, which it reads twice where they are too long, and can
+write columns with T as the last dim of memory: v5e and v5p sum over tokens faster so (docs/performance-notes.md).  The
+plain version is `rounded`.
 
 A value is rounded to the nearest number of the format, or stochastically to one of the two around it, each with a
 probability that makes the mean the value.  The random number of an element is a hash of two, one of its token and one
@@ -31,8 +32,10 @@ TILE = 2**20
 """Elements of a tile, up to twice as many where the rows are long."""
 ROWS, COLUMNS = (256, 128, 64, 32), 128
 """Rows of a tile, the first number that fits; columns of a tile."""
+BLOCK = (512, 2048)
+"""Most rows and columns of a tile where whole columns are too long for one."""
 PART = 1024
-"""Elements of a row or column that are in 32 bits at a time."""
+"""Elements of a row or column that are in 32 bits at a time, with 128 columns in a tile."""
 
 
 class Noise(NamedTuple):
@@ -105,10 +108,10 @@ def suits(xs: tuple[Array, ...], by_feature: bool) -> bool:
         return False
     tokens, features = xs[0].shape[0] * xs[0].shape[1], sum(x.shape[2] for x in xs)
     is_whole = tokens % COLUMNS == 0 and all(x.shape[2] % COLUMNS == 0 for x in xs)
-    return is_whole and (tokens * COLUMNS <= TILE if by_feature else features * ROWS[-1] <= 2 * TILE)
+    return is_whole and (by_feature or features * ROWS[-1] <= 2 * TILE)
 
 
-def rounded_in_one_pass(
+def rounded_in_a_kernel(
     interpret: bool,
     xs: tuple[Float[Array, "B T _"], ...],
     factors: tuple[Array | None, ...],
@@ -124,29 +127,34 @@ def rounded_in_one_pass(
     Communication: none.  Not to be differentiated."""
     shape, xs_NF, tiled = xs[0].shape, [x.reshape(-1, x.shape[2]) for x in xs], int(by_feature)
     tokens, features = len(xs_NF[0]), sum(x.shape[1] for x in xs_NF)
-    fits = (n for n in ROWS if n * features <= TILE and tokens % n == 0)
-    size, order = COLUMNS if by_feature else next(fits, ROWS[-1]), -1 if by_feature and transposes else 1
+    size, order = _tile(tokens, features, by_feature), -1 if by_feature and transposes else 1
+    blocks, tiles = tokens // size[0] if by_feature else 1, (tokens, features)[tiled] // size[tiled]
+    passes = 1 if blocks == 1 else 2
 
-    def along(shape: tuple[int, int], dim: int = tiled) -> pl.BlockSpec:
-        """Tiles of an array of this shape, one after the other along `dim`; where that is 1 the array."""
-        tiles = [dim == other and shape[dim] > 1 for other in (0, 1)]
-        tile = tuple(size if is_tiled else n for is_tiled, n in zip(tiles, shape, strict=True))
-        return pl.BlockSpec(tile, lambda i: tuple(i * is_tiled for is_tiled in tiles))
+    def along(shape: tuple[int, int], order: int = 1, is_written: bool = False) -> pl.BlockSpec:
+        """Tiles of an array of this shape.  What is written stays at the first block until the last pass."""
+        tile = tuple(map(min, shape, size))
+
+        def place(i: Array, this_pass: Array, block: Array) -> tuple:
+            at = [block * this_pass if is_written else block, i] if tiled else [i, 0]
+            return tuple(n if whole > part else 0 for n, whole, part in zip(at, shape, tile, strict=True))[::order]
+
+        return pl.BlockSpec(tile[::order], place)
 
     taken = [jnp.ones((1, 1)) if factor is None else factor.reshape(-1, factor.shape[-1]) for factor in factors]
     random = [] if noise is None else [noise.tokens.reshape(tokens, 1), noise.features.reshape(1, features)]
     given, stored = (1, features) if by_feature else (tokens, 1), [x.shape[::order] for x in xs_NF]
-    scratch = [(tokens, size) if by_feature else (size, x.shape[1]) for x in xs_NF]
-    size_of_all = sum(x.size * (x.itemsize + 1) for x in xs_NF)
-    size_of_all += 4 * (features + COLUMNS * tokens) * (2 * len(xs) - 1 + len(random) // 2)  # of [tokens 1] whole tiles
+    size_of_all = sum(x.size * (x.itemsize * passes + 1) for x in xs_NF)
+    of_tokens = COLUMNS * tokens * (1 if blocks == 1 else passes * tiles)  # of [tokens 1] whole tiles
+    size_of_all += 4 * (features + of_tokens) * (2 * len(xs) - 1 + len(random) // 2)
     run = pl.pallas_call(
-        partial(_round_tile, len(xs), 1 - by_feature, order, dtype),
-        grid=(xs_NF[0].shape[tiled] // size,),
+        partial(_round_tile, len(xs), 1 - by_feature, blocks, order, dtype),
+        grid=(tiles, passes, blocks),
         in_specs=[along(x.shape) for x in (*xs_NF, *taken, *random)],
-        out_specs=[*(along(shape, tiled if order > 0 else 0) for shape in stored), along(given)],
+        out_specs=[*(along(x.shape, order, is_written=True) for x in xs_NF), along(given)],
         out_shape=[*(jax.ShapeDtypeStruct(shape, dtype) for shape in stored), jax.ShapeDtypeStruct(given, jnp.float32)],
-        scratch_shapes=[pltpu.VMEM(shape, x.dtype) for shape, x in zip(scratch, xs_NF, strict=True)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        scratch_shapes=[pltpu.VMEM(tuple(map(min, x.shape, size)), x.dtype) for x in xs_NF],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size_of_all),
         interpret=interpret,
     )
@@ -155,23 +163,52 @@ def rounded_in_one_pass(
     return values, scale.reshape((1, 1, -1) if by_feature else (*shape[:2], 1))
 
 
-def _round_tile(count: int, axis: int, order: int, dtype: DTypeLike, *refs: Any) -> None:
-    """One tile of each of so many x, in parts along `axis`, the dim along which all elements share a scale."""
+def _tile(tokens: int, features: int, by_feature: bool) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    if not by_feature:
+        return next((n for n in ROWS if n * features <= TILE and tokens % n == 0), ROWS[-1]), features
+    if tokens * COLUMNS <= TILE:
+        return tokens, COLUMNS
+    rows, columns = (
+        next(n for n in range(most, 0, -COLUMNS) if of % n == 0)
+        for most, of in zip(BLOCK, (tokens, features), strict=True)
+    )
+    return rows, columns
+
+
+def _round_tile(count: int, axis: int, blocks: int, order: int, dtype: DTypeLike, *refs: Any) -> None:
+    """One tile of each of so many x, in parts along `axis`, the dim along which all elements share a scale.  With more
+    than one of `blocks` along it the first pass finds the scale."""
     (xs, factors), (*random, scale) = (refs[:count], refs[count : 2 * count]), refs[2 * count : -count]
     products, values, random = refs[-count:], random[-count:], random[:-count]
 
-    def parts(length: int) -> list[tuple]:
-        part = next(n for n in range(min(PART, length), 0, -COLUMNS) if length % n == 0)
+    def parts(x: Any) -> list[tuple]:
+        length, at_once = x.shape[axis], PART // COLUMNS if axis else max(1, PART // x.shape[1])
+        part = COLUMNS * next(n for n in range(at_once, 0, -1) if length % (n * COLUMNS) == 0)
         each = [pl.ds(start, part) for start in range(0, length, part)]
         return [(slice(None), one) if axis else (one, slice(None)) for one in each]
 
-    places, largest = [(i, at) for i, x in enumerate(xs) for at in parts(x.shape[axis])], []
+    places, maxima = [(i, at) for i, x in enumerate(xs) for at in parts(x)], []
     for i, at in places:
         factor = factors[i][at if factors[i].shape[axis] > 1 else ...]
         products[i][at] = (xs[i][at].astype(jnp.float32) * factor).astype(xs[i].dtype)
-        largest.append(jnp.max(jnp.abs(products[i][at]), axis=axis, keepdims=True))
-    scale[...] = scale_of(reduce(jnp.maximum, largest), dtype)
-    for i, at in places:
-        of_part = Noise(random[0][at[0], :], random[1][:, at[1]]) if random else None
-        found = divided(products[i][at], scale[...], dtype, of_part).astype(dtype)
-        values[i][at[::order]] = found.T if order < 0 else found
+        maxima.append(jnp.max(jnp.abs(products[i][at]), axis=axis, keepdims=True))
+    largest = reduce(jnp.maximum, maxima).astype(jnp.float32)
+
+    def store() -> None:
+        for i, at in places:
+            of_part = Noise(random[0][at[0], :], random[1][:, at[1]]) if random else None
+            found = divided(products[i][at], scale[...], dtype, of_part).astype(dtype)
+            values[i][at[::order]] = found.T if order < 0 else found
+
+    if blocks == 1:
+        scale[...] = scale_of(largest, dtype)
+        return store()
+    block = pl.program_id(2)
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        of_all = jnp.where(block == 0, largest, jnp.maximum(scale[...], largest))
+        scale[...] = jnp.where(block == blocks - 1, scale_of(of_all, dtype), of_all)
+
+    pl.when(pl.program_id(1) == 1)(store)

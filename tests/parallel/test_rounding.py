@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.config.choices import MatmulPrecision
+from shmap_tp.parallel import rounding
 from shmap_tp.parallel.eight_bit import FORMATS
 from shmap_tp.parallel.rounding import Noise, divided, rounded
 from tests.helpers.sharded_harness import on_one_device
@@ -63,10 +64,19 @@ def test_a_stochastic_rounding_is_right_on_average_and_never_leaves_the_format(p
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize(
     ("shape", "by_feature", "transposed"),
-    [((2, 1024, 128), True, True), ((2, 1024, 128), True, False), ((1, 128, 2048), False, True)],
+    [
+        ((2, 1024, 128), True, True),
+        ((2, 1024, 128), True, False),
+        ((1, 128, 2048), False, True),
+        ((2, 256, 768), True, True),
+        ((2, 256, 768), True, False),
+    ],
 )
-def test_the_kernel_gives_the_bits_of_the_plain_rounding(precision, shape, by_feature, transposed, noise):
-    """In several parts, which share a scale."""
+def test_the_kernel_gives_the_bits_of_the_plain_rounding(monkeypatch, precision, shape, by_feature, transposed, noise):
+    """In several parts, which share a scale.  Columns of the last two are longer than a tile, made small."""
+    if shape[1] == 256:
+        for name, size in {"TILE": 2**15, "BLOCK": (256, 256), "PART": 256}.items():
+            monkeypatch.setattr(rounding, name, size)
     random = np.random.default_rng(0)
     words = [jnp.asarray(random.integers(2**32, size=n), jnp.uint32) for n in ((*shape[:2], 1), (1, 1, shape[2]))]
     x = jnp.asarray(random.normal(size=shape), jnp.bfloat16).at[:, :, 3].set(0)

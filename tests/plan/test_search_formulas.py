@@ -166,7 +166,7 @@ MIXTRAL += " model.remat=attention_output model.offload=[input,attention_output]
 
 @pytest.mark.parametrize(
     ("file", "words", "slice_of", "share"),
-    [("recipes/llama3_8b_v5p-8", "", ("v5p", 4), 0.782), ("base", MIXTRAL, ("v6e", 256), 0.863)],
+    [("recipes/llama3_8b_v5p-8", "", ("v5p", 4), 0.782), ("base", MIXTRAL, ("v6e", 256), 0.853)],
 )
 def test_products_of_blocks_in_eight_bits_take_the_share_of_the_compiled_steps(file, words, slice_of, share):
     """The seconds of a compiled step in int8, relative to those in bfloat16."""

@@ -241,8 +241,12 @@ def _faults_of_combinations(config: Config) -> Iterator[str]:
     is_matmul = mesh.tensor_parallel == choices.TensorParallelMode.collective_matmul
     ring, matmul = "mesh.fsdp_gradients=ring", "mesh.tensor_parallel=collective_matmul"
     refuse(is_ring and is_matmul, ring, matmul, "mesh.tensor_parallel=sequence, or mesh.fsdp_gradients=reduce_scatter")
+    is_wide, scope = train.matmul_precision not in EIGHT_BITS, f"train.matmul_scope={train.matmul_scope}"
+    wide = f"train.matmul_precision={train.matmul_precision}, which rounds no matrix to 8 bits"
+    is_part = train.matmul_scope != choices.MatmulScope.blocks
+    refuse(is_wide and is_part, scope, wide, "train.matmul_precision=int8 or fp8, or train.matmul_scope=blocks")
     if train.matmul_rounding == choices.MatmulRounding.stochastic:
-        at_random, is_wide = f"train.matmul_rounding={train.matmul_rounding}", train.matmul_precision not in EIGHT_BITS
+        at_random = f"train.matmul_rounding={train.matmul_rounding}"
         wide = f"train.matmul_precision={train.matmul_precision}, which rounds no gradient to 8 bits"
         refuse(is_wide, at_random, wide, "train.matmul_precision=int8 or fp8, or train.matmul_rounding=nearest")
         refuse(is_matmul, at_random, matmul, "mesh.tensor_parallel=sequence, or train.matmul_rounding=nearest")

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from shmap_tp.config.choices import Precision
+from shmap_tp.config.choices import MatmulScope, Precision
 from shmap_tp.config.schema import Config, ModelConfig
 from shmap_tp.errors import UserError
 from shmap_tp.layers.attention import AnyAttention, Chunked
@@ -143,12 +144,19 @@ def held_in(shapes: Transformer, dtype: DTypeLike, *, int8: bool = False) -> Tra
     return jax.tree_util.tree_map_with_path(held, shapes)
 
 
-def eight_bit_weights(model: Any, stored: Any, trained: Any, to: Format | None, seed: int = 0) -> Any:
+def eight_bit_weights(
+    model: Any,
+    stored: Any,
+    trained: Any,
+    to: Format | None,
+    seed: int = 0,
+    scope: MatmulScope = MatmulScope.blocks,
+) -> Any:
     """A tree like the parameters (arrays or shapes): for each sharded matrix that a linear layer multiplies with, and
     for those of experts, a function that rounds it to eight bits, as this device stores it, in a step whose number is
-    given, and None for the rest; None alone if `to` is None.  `stored` are the PartitionSpecs, and `trained` says which
-    are.  Random numbers for gradients that are rounded stochastically depend on `seed`, the step, the matrix and the
-    layer."""
+    given, and None for the rest; None alone if `to` is None.  `scope` says of which parts of a block.  `stored` are the
+    PartitionSpecs, and `trained` says which are.  Random numbers for gradients that are rounded stochastically depend
+    on `seed`, the step, the matrix and the layer."""
     if to is None:
         return None
 
@@ -156,6 +164,8 @@ def eight_bit_weights(model: Any, stored: Any, trained: Any, to: Format | None, 
         declared = declaration(model, path)
         of_experts = declared.kind == ParameterKind.experts and to.grouped
         if not ((declared.by_linear or of_experts) and any(declared.axes)) or is_factor(path):
+            return None
+        if scope == MatmulScope.mlp and GetAttrKey("mlp") not in path:
             return None
         dims = (-2, -1) if of_experts else declared.inputs
         axes = tuple(axis for dim in dims for axis in spec_axes(spec[dim]))
@@ -270,7 +280,7 @@ def shard_model(
             dtype,
             placed.placements,
             select_grouped_matmul(device),
-            eight_bit_weights(shapes, placed.stored, trained, to, config.run.seed),
+            eight_bit_weights(shapes, placed.stored, trained, to, config.run.seed, config.train.matmul_scope),
         ),
         attention=attend,
         trained=trained,

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from jax.sharding import Mesh
 
-from shmap_tp.config.choices import AttentionKernel, FsdpGradients, MatmulPrecision, Remat, Zero
+from shmap_tp.config.choices import AttentionKernel, FsdpGradients, MatmulPrecision, MatmulScope, Remat, Zero
 from shmap_tp.config.schema import Config
 from shmap_tp.hardware.devices import DEVICES, Peak, generation
 from shmap_tp.hardware.torus import Torus
@@ -105,6 +105,8 @@ class Row:
     """Ranks of dp over which experts are sharded."""
     matmul_precision: str = MatmulPrecision.bfloat16
     """What linear layers multiply in; the peak above is that of bfloat16."""
+    matmul_scope: str = MatmulScope.blocks
+    """Which of them."""
 
     def __post_init__(self) -> None:
         """Derive throughput and utilisation from the step time."""
@@ -154,6 +156,7 @@ def config_fields(
         "tensor_parallel": str(config.mesh.tensor_parallel),
         "zero": str(config.mesh.zero),
         "matmul_precision": str(config.train.matmul_precision),
+        "matmul_scope": str(config.train.matmul_scope),
         "fsdp_gradients": str(config.mesh.fsdp_gradients),
         "attention": str(attention),
         "tokens_per_step": tokens,
@@ -208,7 +211,8 @@ def _format_settings(row: Row) -> str:
     offload = f", offload {', '.join(row.offload)}" if row.offload else ""
     row_major = ", row-major" if row.row_major else ""
     tensor_parallel = f"; tensor parallelism {row.tensor_parallel}" if row.program == EXPLICIT else ""
-    matmuls = "" if row.matmul_precision == MatmulPrecision.bfloat16 else f"; matmuls in {row.matmul_precision}"
+    scope = "" if row.matmul_scope == MatmulScope.blocks else f" of {row.matmul_scope}"
+    matmuls = "" if row.matmul_precision == MatmulPrecision.bfloat16 else f"; matmuls{scope} in {row.matmul_precision}"
     gradients = "" if row.fsdp_gradients == FsdpGradients.reduce_scatter else f", FSDP gradients {row.fsdp_gradients}"
     return (
         f"block {row.block}; remat {row.remat}{offload}{row_major}; attention {row.attention}{tensor_parallel}; "

@@ -36,6 +36,8 @@ RULES = {
     "train.dpo_label_smoothing=0.1": "train.dpo_label_smoothing=0.1 needs a value of train.dpo_beta, but",
     "train.matmul_rounding=stochastic": "train.matmul_rounding=stochastic cannot be combined with "
     "train.matmul_precision=bfloat16, which rounds no gradient to 8 bits (model bytes); use train.matmul_precision=",
+    "train.matmul_scope=mlp": "train.matmul_scope=mlp cannot be combined with train.matmul_precision=bfloat16, which "
+    "rounds no matrix to 8 bits (model bytes); use train.matmul_precision=int8 or fp8, or train.matmul_scope=blocks",
     # gradients in rings
     "mesh.zero=fsdp mesh.fsdp_gradients=ring mesh.tensor_parallel=collective_matmul": "use mesh.tensor_parallel="
     "sequence, or mesh.fsdp_gradients=reduce_scatter",

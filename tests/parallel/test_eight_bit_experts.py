@@ -2,17 +2,13 @@
 
 from functools import cache, partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from shmap_tp.config.choices import MatmulPrecision
 from shmap_tp.layers import grouped_matmul
-from shmap_tp.model import sharded_model
-from shmap_tp.model.sharded_model import eight_bit_weights
 from shmap_tp.parallel import eight_bit
-from shmap_tp.parallel.partitioning import path_name
 from tests.helpers.eight_bits import FP8, INT8, ROUNDING, errors_of, program
 from tests.helpers.expert_cases import experts_case
 from tests.helpers.model_fixtures import mesh
@@ -53,14 +49,7 @@ EXPERTS = "model.experts=4 model.experts_per_token=2"
 
 def losses_of_experts(shape: tuple[int, int], settings: str = "") -> np.ndarray:
     """Losses of 30 steps with nothing but experts in eight bits."""
-
-    def of_experts(*given):
-        rounding = eight_bit_weights(*given)
-        return jax.tree_util.tree_map_with_path(lambda path, one: one if "mlp" in path_name(path) else None, rounding)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_model, "eight_bit_weights", of_experts)
-        return program(shape, INT8, f"{EXPERTS} {settings}").train(30).losses
+    return program(shape, INT8, f"{EXPERTS} train.matmul_scope=mlp {settings}").train(30).losses
 
 
 @cache
@@ -86,7 +75,7 @@ def test_the_loss_curve_of_experts_in_eight_bits_is_the_same_on_every_mesh(shape
 
 def test_products_of_rows_of_experts_are_in_eight_bits_and_those_of_the_gradients_of_weights_are_not():
     """A block has four layers of attention, three products each, and three matrices of experts, two products each."""
-    made = program((1, 1), INT8, EXPERTS)
+    made, of_mlp = (program((1, 1), INT8, f"{EXPERTS} train.matmul_scope={scope}") for scope in ("blocks", "mlp"))
     evaluation = made.made.evaluate.trace(made.made.shapes.params, made.made.tokens)
-    texts = [each.jaxpr.pretty_print() for each in (made.traced, evaluation)]
-    assert [text.count("preferred_element_type=int32") for text in texts] == [4 * 3 + 3 * 2, 0]
+    texts = [each.jaxpr.pretty_print() for each in (made.traced, of_mlp.traced, evaluation)]
+    assert [text.count("preferred_element_type=int32") for text in texts] == [4 * 3 + 3 * 2, 3 * 2, 0]

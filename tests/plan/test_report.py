@@ -119,6 +119,8 @@ def test_mfu_in_eight_bits_is_by_both_peaks():
     assert f"{eight.mfu:.1%}, HFU" in format_row(eight) and "; matmuls in int8\n" in format_row(eight)
     assert f"bf16; MFU {eight.mfu * 197 / 393:.1%} of the int8 peak, 393 TFLOP/s per device" in format_row(eight)
     assert "int8" not in format_row(row(config(), table_peak(kind, 8), device_kind=kind))
+    part = row(config("train.matmul_precision=int8", "train.matmul_scope=mlp"), table_peak(kind, 8), device_kind=kind)
+    assert "; matmuls of mlp in int8\n" in format_row(part)
 
 
 def test_figures_without_a_step_time_or_a_peak_are_none():

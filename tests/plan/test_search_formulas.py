@@ -176,6 +176,9 @@ def test_products_of_blocks_in_eight_bits_take_the_share_of_the_compiled_steps(f
     assert rounded.seconds / plain.seconds == pytest.approx(share, rel=0.03)
     assert rounded.time_terms["matmuls"] < 0.7 * plain.time_terms["matmuls"]
     assert rounded.time_terms["kernel"] == plain.time_terms["kernel"]
+    part = estimate(load(cfg, [*words.split(), "train.matmul_precision=int8", "train.matmul_scope=mlp"]), target)
+    matmuls = [each.time_terms["matmuls"] for each in (rounded, part, plain)]
+    assert part.seconds < plain.seconds and sorted(set(matmuls)) == matmuls
 
 
 QWEN3 = "model=qwen3_30b_a3b train.batch=512 mesh.dp=64 model.remat=full"

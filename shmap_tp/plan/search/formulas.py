@@ -36,6 +36,7 @@ from shmap_tp.config.choices import (
     Block,
     Documents,
     MatmulRounding,
+    MatmulScope,
     PositionKind,
     Remat,
     SavedActivation,
@@ -219,10 +220,11 @@ def time_terms(config: Config, model: ModelConfig, every: list[LocalParameter], 
     excess = grouped_excess(model, tokens, config.mesh, device.kind)
     matmuls = (flops + excess) * share - attention
     eight_bit = DEVICES[device.kind].eight_bit.get(config.train.matmul_precision)
+    rounded = _share_of_mlp(model) if config.train.matmul_scope == MatmulScope.mlp else 1.0
     if eight_bit:
         grouped = _expert_flops(model)
         products = flops - 3 * forward_terms(model)["head"] - grouped
-        matmuls -= (products * share - attention) * (1 - device.flops / eight_bit)
+        matmuls -= rounded * (products * share - attention) * (1 - device.flops / eight_bit)
         to_nearest = config.train.matmul_rounding == MatmulRounding.nearest
         if excess and eight_bit > device.flops and to_nearest:  # of experts all but the gradients of weights
             by_rows = grouped - 6 * model.experts_per_token * model.width * model.ffn * model.layers
@@ -230,7 +232,7 @@ def time_terms(config: Config, model: ModelConfig, every: list[LocalParameter], 
             matmuls -= by_rows * (1 + excess / grouped) * share * gain
     is_chunked = model.attention == AttentionKernel.chunked
     score_bytes = WIDE * sum(_score_keys(model)) * model.heads / config.mesh.mp * all_tokens if is_chunked else 0.0
-    passes = 1 + ROUNDING if eight_bit else 1
+    passes = 1 + rounded * ROUNDING if eight_bit else 1
     activations = NARROW * all_tokens * model.layers * (passes * layer_values(config) + row_values(model, config.mesh))
     return {
         "matmuls": matmuls,
@@ -308,6 +310,12 @@ def grouped_excess(model: ModelConfig, tokens: int, mesh: MeshConfig, kind: str)
     tile = row_tile(int(tokens * rows_of_a_token(model, mesh)), experts, is_whole)
     excess = (chosen + (experts - 1) * tile) / chosen / GROUPED_EFFICIENCY - 1
     return _expert_flops(model) * excess
+
+
+def _share_of_mlp(model: ModelConfig) -> float:
+    """The fraction of the weights of linear layers that an MLP has; 0 with experts."""
+    mlp = 0 if model.experts else model.width * model.ffn * (3 if model.mlp in GATED_MLPS else 2)
+    return mlp / (mlp + 2 * model.width * model.head_dim * (model.heads + model.kv_heads))
 
 
 def _expert_flops(model: ModelConfig) -> int:

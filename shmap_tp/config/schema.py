@@ -253,7 +253,7 @@ class TrainConfig:
     matmul_precision: choices.MatmulPrecision
     """int8, fp8: linear layers and experts round what they multiply to 8 bits (docs/precision.md); bfloat16: not."""
     matmul_scope: choices.MatmulScope
-    """What matmul_precision is of: all matrices of blocks, or those of MLPs and experts, which can be faster on v6e."""
+    """Where matmul_precision applies: to all matrices of blocks, or to MLPs and experts alone (docs/precision.md)."""
     matmul_rounding: choices.MatmulRounding
     """How gradients are rounded to 8 bits: to the nearest number, or at random up or down, right on average."""
     z_loss: float = key(least=0)

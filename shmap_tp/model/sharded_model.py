@@ -154,9 +154,9 @@ def eight_bit_weights(
 ) -> Any:
     """A tree like the parameters (arrays or shapes): for each sharded matrix that a linear layer multiplies with, and
     for those of experts, a function that rounds it to eight bits, as this device stores it, in a step whose number is
-    given, and None for the rest; None alone if `to` is None.  `scope` says of which parts of a block.  `stored` are the
-    PartitionSpecs, and `trained` says which are.  Random numbers for gradients that are rounded stochastically depend
-    on `seed`, the step, the matrix and the layer."""
+    given, and None for the rest; None alone if `to` is None.  `scope` names the parts of a block whose matrices these
+    are.  `stored` are the PartitionSpecs, and `trained` says which are.  Random numbers for gradients that are rounded
+    stochastically depend on `seed`, the step, the matrix and the layer."""
     if to is None:
         return None
 
@@ -270,6 +270,14 @@ def shard_model(
     trained = components.trained(config.model, shapes)
     placed = place_parameters(config.mesh, shapes, trained)
     shardings = named_shardings(mesh, placed.stored)
+    train = config.train
+    rounding = eight_bit_weights(shapes, placed.stored, trained, to, config.run.seed, train.matmul_scope)
+    if to is not None and not jax.tree.leaves(rounding):
+        raise UserError(
+            f"train.matmul_scope={train.matmul_scope}: nothing would be multiplied in {train.matmul_precision}, since "
+            f"experts are not with train.matmul_rounding={train.matmul_rounding} on {device.device_kind} "
+            f"(docs/precision.md); use train.matmul_scope=blocks, or train.matmul_precision=bfloat16"
+        )
     return ShardedModel(
         mesh=mesh,
         make=make,
@@ -280,7 +288,7 @@ def shard_model(
             dtype,
             placed.placements,
             select_grouped_matmul(device),
-            eight_bit_weights(shapes, placed.stored, trained, to, config.run.seed, config.train.matmul_scope),
+            rounding,
         ),
         attention=attend,
         trained=trained,

@@ -104,9 +104,9 @@ class Row:
     ep: int = 1
     """Ranks of dp over which experts are sharded."""
     matmul_precision: str = MatmulPrecision.bfloat16
-    """What linear layers multiply in; the peak above is that of bfloat16."""
+    """What linear layers and experts multiply in; the peak above is that of bfloat16."""
     matmul_scope: str = MatmulScope.blocks
-    """Which of them."""
+    """The parts of a block that do so."""
 
     def __post_init__(self) -> None:
         """Derive throughput and utilisation from the step time."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shmap_tp.config.choices import MatmulPrecision
+from shmap_tp.errors import UserError
 from shmap_tp.layers import grouped_matmul
 from shmap_tp.parallel import eight_bit
 from tests.helpers.eight_bits import FP8, INT8, ROUNDING, errors_of, program
@@ -34,7 +35,7 @@ def test_the_gradients_of_experts_in_eight_bits_are_those_of_float64_but_for_rou
 
 @pytest.mark.parametrize("of_backward", [True, False])
 def test_scales_of_another_expert_would_be_found(monkeypatch, of_backward):
-    """In both passes, or only where gate's and up's gradients are rounded together."""
+    """Where gate's and up's gradients are rounded together, or in both passes."""
     if of_backward:
         round_rows = eight_bit.Format.round_rows
         monkeypatch.setattr(eight_bit.Format, "round_rows", lambda to, xs, factors: round_rows(to, xs, factors[::-1]))
@@ -66,11 +67,16 @@ def losses_of_experts_on_one_device() -> np.ndarray:
     ],
 )
 def test_the_loss_curve_of_experts_in_eight_bits_is_the_same_on_every_mesh(shape, settings):
-    """No scale depends on the mesh, so the first losses differ as those of float32; later such a difference has moved
+    """No scale depends on the mesh, so the first loss differs as that of float32; later such a difference has moved
     values to the next integer.  Measured, jax 0.10.2: 4.0e-3."""
     found, on_one = losses_of_experts(shape, settings), losses_of_experts_on_one_device()
     assert largest_difference(found[:1], on_one[:1]) < RELATIVE
     assert largest_difference(found, on_one) < ROUNDING
+
+
+def test_a_scope_in_which_nothing_would_be_rounded_is_refused():
+    with pytest.raises(UserError, match="nothing would be multiplied in int8"):
+        _ = program((1, 1), INT8, f"{EXPERTS} train.matmul_scope=mlp train.matmul_rounding=stochastic").made
 
 
 def test_products_of_rows_of_experts_are_in_eight_bits_and_those_of_the_gradients_of_weights_are_not():

@@ -77,6 +77,8 @@ def test_precisions_are_searched_where_they_are_given():
     assert config(*int8[0].settings()) == int8[0].apply(config())
     of_file = int8[0].settings(precision=MatmulPrecision.int8), plain[0].settings(precision=MatmulPrecision.int8)
     assert [f"{PRECISION}=bfloat16" in of_file[1], "matmul_precision" in str(of_file[0])] == [True, False]
+    part = searched(given, "train.matmul_precision=int8", "train.matmul_scope=mlp")
+    assert part == int8, "the base of the candidates is valid in eight bits alone"
     for wrong, rule in (("fp8", "TPU v5 lite has no units"), ("int4", "int4 is none of bfloat16, int8, fp8")):
         with pytest.raises(UserError, match=rule):
             searched({PRECISION: wrong})

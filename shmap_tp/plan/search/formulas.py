@@ -11,8 +11,8 @@ Memory (bytes)
     working set  one layer's activations and their gradients; two gathered FSDP layers; bfloat16 copies of unsharded
                  weights; the logits and the gradient of the head; the scores of chunked attention
 Time (seconds)
-    matmuls      FLOPs with recomputation (model/flops.py) / peak, of blocks that of train.matmul_precision; of experts
-                 more (below)
+    matmuls      FLOPs with recomputation (model/flops.py) / peak, of blocks, or of train.matmul_scope, that of
+                 train.matmul_precision; of experts more (below)
     attention    FLOPs / peak; for the chunked kernel without the causal half, and its scores through memory
     memory       activations read and written, rows of experts more often (below), weights once per pass and
                  microbatch, the optimizer's update / bandwidth
@@ -313,8 +313,9 @@ def grouped_excess(model: ModelConfig, tokens: int, mesh: MeshConfig, kind: str)
 
 
 def _share_of_mlp(model: ModelConfig) -> float:
-    """The fraction of the weights of linear layers that an MLP has; 0 with experts."""
-    mlp = 0 if model.experts else model.width * model.ffn * (3 if model.mlp in GATED_MLPS else 2)
+    """The fraction of the weights of linear layers that an MLP has; with experts, the one that all tokens share."""
+    features = model.shared_expert_ffn if model.experts else model.ffn
+    mlp = model.width * features * (3 if model.mlp in GATED_MLPS else 2)
     return mlp / (mlp + 2 * model.width * model.head_dim * (model.heads + model.kv_heads))
 
 

@@ -292,7 +292,8 @@ def file_contents(directory: Path) -> dict[str, bytes]:
 
 def checkpoint_steps(directory: Path) -> list[int]:
     """Steps of the checkpoints of the run in `directory`, in order."""
-    return sorted(int(path.name) for path in (directory / "run" / "checkpoints").iterdir())
+    names = [path.name for path in (directory / "run" / "checkpoints").iterdir()]
+    return sorted(int(name) for name in names if ".damaged-" not in name)  # a kill may cut off a save
 
 
 def signal_during(

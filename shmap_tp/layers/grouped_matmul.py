@@ -92,8 +92,9 @@ class GroupedMatmul:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _products(matmul: GroupedMatmul, x_RD: Array, ws: Matrices, weights: tuple, sizes_E: Array) -> Products:
-    """The plain version is each product by itself, with JAX's gradients.  Values are those of x and `ws`; `weights`,
-    the arrays or None for what is frozen, have the gradients."""
+    """Values are those of x and `ws`; `weights`, the arrays or None for what is frozen, have the gradients.  The plain
+    version of arrays is `lax.ragged_dot` of each, with JAX's gradients; a product in eight bits has none, since
+    rounding has none."""
     return tuple(matmul.sum_of_products((x_RD,), (w,), sizes_E, False) for w in ws)
 
 

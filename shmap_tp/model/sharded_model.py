@@ -274,9 +274,9 @@ def shard_model(
     rounding = eight_bit_weights(shapes, placed.stored, trained, to, config.run.seed, train.matmul_scope)
     if to is not None and not jax.tree.leaves(rounding):
         raise UserError(
-            f"train.matmul_scope={train.matmul_scope}: nothing would be multiplied in {train.matmul_precision}, since "
-            f"experts are not with train.matmul_rounding={train.matmul_rounding} on {device.device_kind} "
-            f"(docs/precision.md); use train.matmul_scope=blocks, or train.matmul_precision=bfloat16"
+            f"train.matmul_scope={train.matmul_scope}: nothing would be multiplied in {train.matmul_precision} on "
+            f"{device.device_kind} with train.matmul_rounding={train.matmul_rounding}: experts stay in bfloat16 with "
+            f"stochastic rounding, on v4 and on GPUs; use train.matmul_scope=blocks or train.matmul_precision=bfloat16"
         )
     return ShardedModel(
         mesh=mesh,

@@ -19,7 +19,7 @@ that its bits are the same on every mesh.  The scale of an activation is that of
 device: no product communicates.  So where the dim that is summed over is sharded, the product differs from that of
 another mesh by the rounding of an activation to eight bits (docs/precision.md).
 
-Rows of experts are multiplied so, too, but for dw, with one scale for each matrix (`layers/grouped_matmul.py`).
+Experts multiply rows in eight bits with one scale for each matrix, and compute dw without (`layers/grouped_matmul.py`).
 
 A device without units for the format multiplies the same numbers in wider ones: int8 exactly, float8 in float32.
 
@@ -62,7 +62,7 @@ class Format(NamedTuple):
     kernel: bool | None = None
     """Whether the kernel that rounds activations is interpreted; None: XLA rounds them."""
     in_pieces: bool = False
-    """Whether what is `transposed` is so piece by piece, where it is multiplied (gradient rings), not by the kernel."""
+    """Where `transposed`: whether pieces of gradient rings are so when they are multiplied, and not by the kernel."""
     stochastic: bool = False
     """Whether gradients are rounded stochastically."""
     grouped: bool = True

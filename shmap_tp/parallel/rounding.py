@@ -35,7 +35,8 @@ ROWS, COLUMNS = (256, 128, 64, 32), 128
 BLOCK = (512, 2048)
 """Most rows and columns of a tile where whole columns are too long for one."""
 PART = 1024
-"""Elements of a row or column that are in 32 bits at a time, with 128 columns in a tile."""
+"""Elements of a row, or of a column in a tile of 128 columns, that are converted to 32 bits at a time; in a wider tile
+fewer."""
 
 
 class Noise(NamedTuple):
@@ -54,8 +55,8 @@ def rounded(
 ) -> tuple[Shaped[Array, "..."], Float[Array, "..."]]:
     """(values, scale), x ~ values x scale: one scale for all elements along `dims`, whose size in it is 1, so that the
     largest becomes the largest number of `dtype`, unless the scale would be below the least normal one.  What is all 0
-    stays so; what is not finite has such a scale.  Values are rounded to the nearest number,
-    with `noise` stochastically.
+    stays so; what is not finite has such a scale.  Values are rounded to the nearest number, with
+    `noise` stochastically.
 
     Communication  one maximum over `axes`, those which shard `dims` under shard_map.
     """

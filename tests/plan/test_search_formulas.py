@@ -165,16 +165,18 @@ MIXTRAL += " model.remat=attention_output model.offload=[input,attention_output]
 
 
 @pytest.mark.parametrize(
-    ("file", "words", "slice_of", "share"),
-    [("recipes/llama3_8b_v5p-8", "", ("v5p", 4), 0.782), ("base", MIXTRAL, ("v6e", 256), 0.853)],
+    ("file", "words", "slice_of", "share", "matmuls_below"),
+    [("recipes/llama3_8b_v5p-8", "", ("v5p", 4), 0.782, 0.6), ("base", MIXTRAL, ("v6e", 256), 0.853, 0.7)],
 )
-def test_products_of_blocks_in_eight_bits_take_the_share_of_the_compiled_steps(file, words, slice_of, share):
+def test_products_of_blocks_in_eight_bits_take_the_share_of_the_compiled_steps(
+    file, words, slice_of, share, matmuls_below
+):
     """The seconds of a compiled step in int8, relative to those in bfloat16."""
     cfg, target = str(CONF / f"{file}.yaml"), find_target(*slice_of, None, 1)
     each = [load(cfg, [*words.split(), f"train.matmul_precision={one}"]) for one in ("bfloat16", "int8")]
     plain, rounded = (estimate(one, target) for one in each)
     assert rounded.seconds / plain.seconds == pytest.approx(share, rel=0.03)
-    assert rounded.time_terms["matmuls"] < 0.7 * plain.time_terms["matmuls"]
+    assert rounded.time_terms["matmuls"] < matmuls_below * plain.time_terms["matmuls"]
     assert rounded.time_terms["kernel"] == plain.time_terms["kernel"]
     part = estimate(load(cfg, [*words.split(), "train.matmul_precision=int8", "train.matmul_scope=mlp"]), target)
     matmuls = [each.time_terms["matmuls"] for each in (rounded, part, plain)]

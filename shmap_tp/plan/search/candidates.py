@@ -164,8 +164,9 @@ def _meshes(config: Config, target: Target, fixed: dict[str, str]) -> Iterator[C
             if config.train.batch % dp:
                 continue
             for microbatches in divisors(config.train.batch // dp):
-                candidate = Candidate(dp, mp, cp, ep, mode, zero, gradients, microbatches)
-                candidate = replace(candidate, matmul_precision=config.train.matmul_precision)
+                candidate = Candidate(
+                    dp, mp, cp, ep, mode, zero, gradients, microbatches, matmul_precision=config.train.matmul_precision
+                )
                 if _matches(candidate, of_mesh) and _is_valid(candidate.apply(config), target):
                     yield candidate
 
